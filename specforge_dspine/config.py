@@ -1,0 +1,170 @@
+"""Configuration of the method: the ``dspine:`` section of a recipe and the draft's own config.json.
+
+``DSpineSettings`` is what a trained draft carries in ``dspine_config`` (names as SpecForge's in-tree
+DSpine writes them); ``DSpineOptions`` adds what only training needs. Both refuse unknown keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from transformers import PretrainedConfig, Qwen3Config
+
+ARCHITECTURE = "DSpineDraftModel"
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(gt=0)]
+
+
+class StrictModel(BaseModel):
+    """Refuses unknown keys; a value is never changed after it was checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DSpineSettings(StrictModel):
+    """``dspine_config`` of a draft's config.json.
+
+    Sizes are counts of features, weights are dimensionless, ratios are fractions of all optimizer steps.
+    """
+
+    transfer_rank: Count  # r
+    message_size: Count  # a
+    top_k: Count = 16  # K
+    ce_weight: Fraction = 0.1  # α of §5: α·CE + (1−α)·ℓ1
+    alignment_weight: float = Field(default=0.5, ge=0.0)  # the plateau of β
+    alignment_warmup_steps: int | None = Field(default=None, ge=0)  # None: the learning rate's warm-up
+    replacement_layers: int = Field(ge=0)  # layers 1..this may receive right predecessors
+    replacement_probability: Fraction = 0.5
+    replacement_hold_ratio: Fraction = 1 / 6
+    replacement_end_ratio: Fraction = 1 / 3
+    candidate_mass_threshold: Fraction = 1e-4
+    excluded_ids: tuple[int, ...] = ()  # ids below valid_vocab_size that the target never emits
+    valid_vocab_size: int | None = Field(default=None, gt=0)  # tokenizer length; later rows are padding
+
+    @model_validator(mode="after")
+    def _curriculum_ends_after_it_holds(self) -> DSpineSettings:
+        if self.replacement_end_ratio < self.replacement_hold_ratio:
+            raise ValueError(
+                f"replacement_end_ratio={self.replacement_end_ratio} is before replacement_hold_ratio="
+                f"{self.replacement_hold_ratio}; give end >= hold"
+            )
+        return self
+
+
+class DSpineOptions(DSpineSettings):
+    """The ``dspine:`` section of a recipe: the draft's shape, the method, the objective's normalisation."""
+
+    num_hidden_layers: Count  # L
+    block_size: int = Field(ge=2)  # B = 1 anchor + M proposals
+    target_layer_ids: tuple[int, ...] = Field(min_length=1)  # 0-based: "output of layer k", T of them
+    intermediate_size: Count | None = None  # None: the target's
+    normalization: Literal["separate", "shared"] = "separate"
+
+    def settings(self) -> dict[str, Any]:
+        """The part that travels with the draft as ``dspine_config``."""
+        return self.model_dump(include=set(DSpineSettings.model_fields), mode="json")
+
+
+def settings_of(config: PretrainedConfig) -> DSpineSettings:
+    """``dspine_config`` of a draft configuration.
+
+    Raises:
+        ValueError: the section is missing (not a DSpine draft) or one of its keys is wrong.
+    """
+    section = getattr(config, "dspine_config", None)
+    if not section:
+        raise ValueError("dspine_config is missing from the draft's config: this is not a DSpine draft")
+    return DSpineSettings.model_validate(section)
+
+
+def complete_draft_config(
+    payload: dict[str, Any], target: Any, options: DSpineOptions, mask_id: int, emittable: tuple[list[int], int]
+) -> None:
+    """Turn the target-derived ``payload`` into a DSpine draft configuration, in place.
+
+    Head counts, sizes and RoPE are the target's; depth, block, taps and rank are the recipe's. ``target`` is
+    the target's text config; ``emittable`` the ids it never generates and the rows its tokenizer reaches, used
+    where the recipe names none.
+
+    Raises:
+        ValueError: the transfer rank exceeds the hidden size, or K the vocabulary.
+    """
+    hidden, vocab = int(target.hidden_size), int(payload["vocab_size"])
+    if options.transfer_rank > hidden:
+        raise ValueError(f"dspine.transfer_rank={options.transfer_rank} exceeds the hidden size {hidden}")
+    if options.top_k > vocab:
+        raise ValueError(f"dspine.top_k={options.top_k} exceeds the vocabulary of {vocab} rows")
+    layers, settings = options.num_hidden_layers, options.settings()
+    settings["excluded_ids"] = settings["excluded_ids"] or emittable[0]
+    settings["valid_vocab_size"] = settings["valid_vocab_size"] or emittable[1]
+    payload.update(
+        architectures=[ARCHITECTURE],
+        block_size=options.block_size,
+        is_causal=True,
+        num_hidden_layers=layers,
+        layer_types=["full_attention"] * layers,
+        num_target_layers=int(target.num_hidden_layers),
+        head_dim=getattr(target, "head_dim", None) or hidden // int(target.num_attention_heads),
+        rope_theta=rope_theta(target),
+        rope_parameters=dict(getattr(target, "rope_parameters", None) or {"rope_type": "default"})
+        | {"rope_theta": rope_theta(target)},
+        attention_bias=False,  # the draft's layers are Qwen3's, whatever the target's are
+        use_sliding_window=False,
+        sliding_window=None,
+        dflash_config={
+            "mask_token_id": mask_id,
+            "target_layer_ids": list(options.target_layer_ids),
+            "block_size": options.block_size,
+            "causal": True,
+        },
+        dspine_config=settings,
+    )
+    payload.pop("rope_scaling", None)  # rope_parameters is its successor; one of them, not two
+    if options.intermediate_size is not None:
+        payload["intermediate_size"] = options.intermediate_size
+
+
+def rope_theta(config: Any) -> float:
+    """RoPE base of a config in either spelling (``rope_theta``, or ``rope_parameters`` since transformers 5)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    theta = parameters.get("rope_theta", getattr(config, "rope_theta", None))
+    if theta is None:
+        raise ValueError("rope_theta: the target's config gives none; DSpine's draft layers need a RoPE base")
+    return float(theta)
+
+
+def small_draft_config(**overrides: Any) -> Qwen3Config:
+    """A draft configuration from plain sizes, for vector files and tests: no target needed.
+
+    Keyword arguments: ``vocab_size, hidden_size, layers, heads, kv_heads, head_dim, intermediate_size, eps,
+    theta, block_size, target_layer_ids, num_target_layers, mask_token_id, settings`` (a ``DSpineSettings``).
+    """
+    o = overrides
+    return Qwen3Config.from_dict(
+        {
+            "architectures": [ARCHITECTURE],
+            "vocab_size": o["vocab_size"],
+            "hidden_size": o["hidden_size"],
+            "num_hidden_layers": o["layers"],
+            "num_attention_heads": o["heads"],
+            "num_key_value_heads": o["kv_heads"],
+            "head_dim": o["head_dim"],
+            "intermediate_size": o["intermediate_size"],
+            "rms_norm_eps": o["eps"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": o["theta"]},
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * o["layers"],
+            "block_size": o["block_size"],
+            "is_causal": True,
+            "num_target_layers": o["num_target_layers"],
+            "dflash_config": {
+                "mask_token_id": o["mask_token_id"],
+                "target_layer_ids": list(o["target_layer_ids"]),
+                "block_size": o["block_size"],
+                "causal": True,
+            },
+            "dspine_config": o["settings"].model_dump(mode="json"),
+        }
+    )

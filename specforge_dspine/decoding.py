@@ -1,0 +1,84 @@
+"""Predecessor-conditioned decoding (§6): candidates, last-write refinement, transition cache, greedy walk.
+
+    V_t = top K of E · norm(h_{L,t}), ids that the target never emits removed first
+    S_t(s, v) = E_v · norm(last write on u_{L,t} with predecessor √r · C_s)
+    T_t[i, j] = S_t(v_{t−1,i}, v_{t,j});   T_1[·, j] = S_1(x_0, v_{1,j})
+
+The predecessor of slot t can only be one of K candidates, so the whole cache comes from one batched
+refinement, in float32, and the walk is a look-up: token-identical to refining position by position.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specforge_dspine.config import DSpineSettings
+from specforge_dspine.model import DSpineDraftModel
+
+
+def never_emitted(settings: DSpineSettings, mask_token_id: int, vocab: int, device: torch.device) -> Tensor:
+    """Ids excluded before the top K [V] (bool): padded rows, the mask id and the other excluded ids."""
+    excluded = torch.zeros(vocab, dtype=torch.bool, device=device)
+    excluded[settings.valid_vocab_size or vocab :] = True
+    excluded[[mask_token_id, *settings.excluded_ids]] = True
+    return excluded
+
+
+def candidates(head: Tensor, hidden: Tensor, excluded: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Top K of the backbone: ``hidden`` norm(h_L) [.., M, H] → ids [.., M, K] and logits [.., M, K], float32 up.
+
+    ``head`` E [V, H], ``excluded`` [V] (bool).
+    """
+    logits = F.linear(hidden, head)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(excluded, -torch.inf)
+    best = logits.topk(k, dim=-1)
+    return best.indices, best.values
+
+
+def transition_cache(
+    draft: DSpineDraftModel, head: Tensor, pre_injection: Tensor, ids: Tensor, anchor: Tensor
+) -> Tensor:
+    """All scores T [.., M, K, K] at once; row i of slot 1 is the anchor for every i.
+
+    ``pre_injection`` u_L [.., M, H], ``ids`` candidates [.., M, K], ``anchor`` x_0 [..]. Row: predecessor
+    candidate i of slot t−1; column: candidate j of slot t. Computed in float32 or wider.
+    """
+    k = ids.shape[-1]
+    first = anchor[..., None, None].expand(*ids.shape[:-2], 1, k)
+    predecessors = torch.cat([first, ids[..., :-1, :]], dim=-2)  # [.., M, K]
+    wide = pre_injection.to(torch.promote_types(pre_injection.dtype, torch.float32))
+    refined = draft.refine(wide.unsqueeze(-2), predecessors)  # [.., M, K, H]
+    return torch.einsum("...ih,...jh->...ij", refined, head[ids].to(refined.dtype))
+
+
+def greedy_walk(scores: Tensor) -> Tensor:
+    """Candidate indices [.., M] of the greedy path through ``scores`` [.., M, K, K]; ties go to the lowest."""
+    index = torch.zeros(scores.shape[:-3], dtype=torch.long, device=scores.device)
+    path = []
+    for slot in scores.unbind(dim=-3):
+        row = slot.gather(-2, index[..., None, None].expand(*index.shape, 1, slot.shape[-1])).squeeze(-2)
+        index = row.argmax(dim=-1)
+        path.append(index)
+    return torch.stack(path, dim=-1)
+
+
+def path_probabilities(scores: Tensor, path: Tensor, temperature: float) -> Tensor:
+    """The proposal distributions [.., M, K] met along ``path`` [.., M]: softmax(row / temperature) by slot."""
+    rows = torch.cat([torch.zeros_like(path[..., :1]), path[..., :-1]], dim=-1)
+    met = scores.gather(-2, rows[..., None, None].expand(*rows.shape, 1, scores.shape[-1])).squeeze(-2)
+    return (met / temperature).softmax(dim=-1)
+
+
+def draft_greedily(
+    draft: DSpineDraftModel, head: Tensor, hidden: Tensor, pre_injection: Tensor, anchor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Proposals of every block: greedy tokens [.., M] with refinement, and the backbone's own top-1 [.., M].
+
+    ``hidden``, ``pre_injection`` [.., B, H] as the draft's forward returns them; ``anchor`` x_0 [..].
+    """
+    excluded = never_emitted(draft.settings, draft.mask_token_id, len(head), head.device)
+    ids, _ = candidates(head, hidden[..., 1:, :], excluded, draft.settings.top_k)
+    path = greedy_walk(transition_cache(draft, head, pre_injection[..., 1:, :], ids, anchor))
+    return ids.gather(-1, path.unsqueeze(-1)).squeeze(-1), ids[..., 0]

@@ -1,0 +1,171 @@
+"""The DSpine draft model (§2–4, §6): DFlash's backbone made block-causal, with adjacent causal injection.
+
+A block holds the anchor token in slot 0 and the mask token's embedding in slots 1..M; slot t predicts the
+token M positions at most after the anchor at the same position, ids[a + t]. The target's tapped layers,
+fused by ``fc`` and ``hidden_norm``, are extra keys and values of every draft layer. The draft owns neither
+an embedding nor an LM head: both are the target's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from specforge.modeling.draft.dflash import DFlashDraftModel
+from specforge.modeling.draft.dflash_kernels import DFlashKernels
+from specforge.modeling.draft.registry import register_draft
+from torch import Tensor
+from transformers import Qwen3Config
+from transformers.cache_utils import Cache
+
+from specforge_dspine.config import settings_of
+from specforge_dspine.formats import READY, TABLE
+from specforge_dspine.injection import AdjacentCausalInjection
+from specforge_dspine.transfer import TransferSpace
+
+
+class DraftOutput(NamedTuple):
+    """``hidden`` norm(h_L) [R, N, B, H]; ``pre_injection`` u_L [R, N, B, H]; ``features`` e_ℓ = f_ℓ(h_ℓ)
+    [L, R, N, B, r], None unless asked for."""
+
+    hidden: Tensor
+    pre_injection: Tensor
+    features: Tensor | None
+
+
+@register_draft
+class DSpineDraftModel(DFlashDraftModel):
+    """DFlash backbone + ``injection`` + the fixed code table (buffers ``transfer_codes``, ``transfer_ready``)."""
+
+    config_class = Qwen3Config
+
+    def __init__(self, config: Qwen3Config, dflash_kernels: DFlashKernels | None = None) -> None:
+        super().__init__(config, dflash_kernels)
+        settings = settings_of(config)
+        self.settings = settings
+        self.injection = AdjacentCausalInjection(
+            config.num_hidden_layers, config.hidden_size, settings.transfer_rank, settings.message_size
+        )
+        self.injection.reset_parameters()  # after the base class's post_init, which redraws linear layers
+        table = torch.zeros(config.vocab_size, settings.transfer_rank, dtype=torch.float32)
+        self.register_buffer(TABLE, table)
+        self.register_buffer(READY, torch.zeros((), dtype=torch.bool))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DSpineDraftModel:
+        """Move and cast as usual, except that the code table never falls below float32 (it would lose codes)."""
+        table = self._buffers[TABLE]
+        super()._apply(fn, recurse)
+        moved = self._buffers[TABLE]
+        assert table is not None and moved is not None
+        if moved.dtype.itemsize < torch.float32.itemsize:
+            self._buffers[TABLE] = table.to(moved.device)
+        return self
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """Load an exported folder, strictly, the table in float32; otherwise as in transformers.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of the wrong shape, with its name.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info.get(problem):
+                raise ValueError(f"{path}: {problem.replace('_', ' ')}: {sorted(map(str, info[problem]))}")
+        return (model, info) if wants_info else model
+
+    @torch.no_grad()
+    def set_transfer_space(self, space: TransferSpace) -> None:
+        """Install a fresh draft's table C [V, r] and start every readout from Pᵀ.
+
+        Raises:
+            ValueError: the draft already has a table (a trained draft keeps its own), or the shapes differ.
+        """
+        if bool(self.transfer_ready):
+            raise ValueError("transfer_codes: this draft already has its table, which is never replaced")
+        if space.codes.shape != self.transfer_codes.shape:
+            raise ValueError(
+                f"transfer_codes: expected {tuple(self.transfer_codes.shape)}, got {tuple(space.codes.shape)}"
+            )
+        self.transfer_codes.copy_(space.codes)
+        self.transfer_ready.fill_(True)
+        self.injection.reset_parameters(space.directions)
+
+    def codes(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """How known tokens enter the space: ids [..] → √r · C_ids [.., r], cast once, here."""
+        return (math.sqrt(self.settings.transfer_rank) * self.transfer_codes[ids]).to(dtype)
+
+    def forward(
+        self,
+        position_ids: Tensor,
+        attention_mask: Any,
+        noise_embedding: Tensor,
+        target_hidden: Tensor,
+        predecessor_ids: Tensor,
+        replaced: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        with_features: bool = False,
+    ) -> DraftOutput:
+        """All blocks of a batch in one pass.
+
+        Args:
+            position_ids: [R, S + N·B], positions of the context and of every block's slots.
+            attention_mask: as ``masks`` builds it.
+            noise_embedding: [R, N·B, H], embeddings of the anchor and of mask tokens.
+            target_hidden: [R, S, T·H], the tapped layers' outputs.
+            predecessor_ids: [R, N, M], token ids[a + t − 1] of slots t = 1..M; only column 0, the anchor,
+                is read where nothing is replaced.
+            replaced: [R, N] (bool), blocks whose first ``replacement_layers`` layers receive the right
+                predecessors' codes (§5, the curriculum); None: none.
+            past_key_values: keys and values of earlier context, when decoding.
+            with_features: also return e_ℓ for the layer alignment.
+        """
+        rows, count, proposals = predecessor_ids.shape
+        shape = (rows, count, proposals + 1, -1)
+        context = self.hidden_norm(self.fc(target_hidden))
+        rotary = self.rotary_emb(noise_embedding, position_ids)
+        codes = self.codes(predecessor_ids, noise_embedding.dtype)
+        anchor_only = torch.zeros(rows, count, proposals, dtype=torch.bool, device=codes.device)
+        anchor_only[..., 0] = True
+        taught = anchor_only if replaced is None else anchor_only | replaced.unsqueeze(-1)
+        state, pre_injection, features = noise_embedding, noise_embedding, []
+        for index, layer in enumerate(self.layers):
+            state = layer(
+                hidden_states=state,
+                target_hidden=context,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_value=past_key_values,
+                use_cache=past_key_values is not None,
+                position_embeddings=rotary,
+            )
+            pre_injection = state.reshape(shape)
+            known = taught if index < self.settings.replacement_layers else anchor_only
+            injected = self.injection(index, pre_injection, codes, known)
+            if with_features:
+                features.append(self.injection.feature(index, injected))
+            state = injected.flatten(1, 2)
+        return DraftOutput(
+            hidden=self.norm(state).reshape(shape),
+            pre_injection=pre_injection,
+            features=torch.stack(features) if features else None,
+        )
+
+    def refine(self, pre_injection: Tensor, predecessor_ids: Tensor) -> Tensor:
+        """Last-write refinement (§6.2): redo the last layer's injection with known predecessors, then ``norm``.
+
+        ``pre_injection`` u_{L,t} [.., H] and ``predecessor_ids`` [..] broadcast against each other; returns the
+        refined state [.., H] in the dtype of ``pre_injection``, which decoding gives in float32.
+        """
+        last = len(self.layers) - 1
+        receiver = self.injection.feature(last, pre_injection)
+        codes = self.codes(predecessor_ids, pre_injection.dtype)
+        return self.norm(self.injection.write(last, pre_injection, receiver, codes))
+
+    def num_injection_parameters(self) -> int:
+        """L·(r·H) + L·(H·a) + 3·(a·r) + a."""
+        return sum(parameter.numel() for parameter in self.injection.parameters())

@@ -1,0 +1,102 @@
+"""The module that SpecForge trains: the draft beside the target's frozen embedding and LM head.
+
+One micro-batch: blocks and captured states → draft forward → supervised rows → objective. Only
+``draft_model`` has trainable parameters, is optimised and is written to checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specforge_dspine.curriculum import Blocks
+from specforge_dspine.masks import block_causal_block_mask, block_causal_mask
+from specforge_dspine.model import DraftOutput, DSpineDraftModel
+from specforge_dspine.objective import Loss, objective, supervised_rows
+
+
+class DSpineTrainingModel(nn.Module):
+    """``draft_model`` with ``lm_head`` E [V, H] and ``embed_tokens`` [V, H], both frozen (names as FSDP looks
+    for them: it leaves frozen target tables unsharded)."""
+
+    def __init__(
+        self,
+        draft_model: DSpineDraftModel,
+        target_lm_head: nn.Linear,
+        target_embed_tokens: nn.Embedding,
+        *,
+        attention_backend: str,
+        num_anchors: int,
+        loss_decay_gamma: float | None,
+        objective_chunk_blocks: int,
+        normalization: str,
+    ) -> None:
+        super().__init__()
+        self.draft_model = draft_model
+        self.lm_head = target_lm_head.requires_grad_(False)
+        self.embed_tokens = target_embed_tokens.requires_grad_(False)
+        self.attention_backend = attention_backend
+        self.num_anchors = num_anchors
+        self.loss_decay_gamma = loss_decay_gamma
+        self.objective_chunk_blocks = objective_chunk_blocks
+        self.normalization = normalization
+
+    def draft_blocks(
+        self, input_ids: Tensor, hidden_states: Tensor, blocks: Blocks, *, with_features: bool = False
+    ) -> DraftOutput:
+        """The draft's forward over all blocks: ``input_ids`` [R, S], ``hidden_states`` [R, S, T·H]."""
+        draft, (rows, length) = self.draft_model, input_ids.shape
+        block, device = int(draft.block_size), input_ids.device
+        anchors = blocks.anchors
+        slots = torch.arange(block, device=device)
+        ids = torch.full((*anchors.shape, block), draft.mask_token_id, dtype=torch.long, device=device)
+        ids[..., 0] = torch.where(blocks.keep, input_ids.gather(1, anchors), draft.mask_token_id)
+        context_positions = torch.arange(length, device=device).expand(rows, -1)
+        block_positions = (anchors.unsqueeze(-1) + slots).flatten(1)
+        before = (anchors.unsqueeze(-1) + slots[:-1]).clamp(max=length - 1)  # of slots 1..M: a + t − 1
+        mask: Any
+        if self.attention_backend == "flex_attention":
+            mask = block_causal_block_mask(anchors, blocks.keep, length, block)
+        else:
+            mask = block_causal_mask(anchors, blocks.keep, length, block)
+        return draft(
+            position_ids=torch.cat([context_positions, block_positions], dim=1),
+            attention_mask=mask,
+            noise_embedding=self.embed_tokens(ids.flatten(1)),
+            target_hidden=hidden_states,
+            predecessor_ids=input_ids.gather(1, before.flatten(1)).reshape(before.shape),
+            replaced=blocks.replaced,
+            with_features=with_features,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        hidden_states: Tensor,
+        target_last_hidden_states: Tensor,
+        blocks: Blocks,
+        beta: float,
+        candidates: Tensor | None = None,
+    ) -> Loss:
+        """W·L and W of one micro-batch, with the parts worth watching.
+
+        ``input_ids``, ``loss_mask`` [R, S]; ``hidden_states`` [R, S, T·H] tapped layers;
+        ``target_last_hidden_states`` [R, S, H] final post-norm states; ``beta`` of the alignment's gate;
+        ``candidates`` [n, K] replaces the backbone's top K of every supervised row (conformance only).
+        """
+        output = self.draft_blocks(input_ids, hidden_states, blocks, with_features=True)
+        rows = supervised_rows(input_ids, loss_mask, blocks, int(self.draft_model.block_size), self.loss_decay_gamma)
+        return objective(
+            self.draft_model,
+            self.lm_head.weight,
+            output,
+            target_last_hidden_states,
+            rows,
+            beta=beta,
+            normalization=self.normalization,
+            chunk_blocks=self.objective_chunk_blocks,
+            candidates=candidates,
+        )
