@@ -1,0 +1,71 @@
+"""What a run reports: one JSON line per logged step, SpecForge's tracker, a line on the console.
+
+Every metric arrives as a ratio that SpecForge formed after summing numerator and count over micro-batches and
+ranks. Field names are documented in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from specforge.config import Config
+from specforge.training.tracking import create_tracker_logger, scalar_metrics
+
+CONSOLE = ("loss", "ce", "refined_ce", "coverage", "accuracy", "refined_accuracy", "refined_tau", "lr")
+
+
+class RunLogger:
+    """SpecForge's logger seam: ``logger(metrics, step)`` and ``close()``. Only rank 0 writes.
+
+    A loss that is not finite is written, then reported as an error: training on from it is pointless.
+    """
+
+    def __init__(self, config: Config, *, rank: int, steps: int) -> None:
+        self.rank, self.steps = rank, steps
+        self._tracker = None
+        if config.tracking.report_to != "none":
+            options = config.tracking.model_dump()
+            for name in ("wandb_name", "swanlab_name", "mlflow_run_name"):
+                options[name] = options[name] or config.run_id
+            for name in ("wandb_project", "swanlab_project", "mlflow_experiment_name"):
+                options[name] = options[name] or "specforge-dspine"
+            self._tracker = create_tracker_logger(SimpleNamespace(**options), config.output_dir)
+        self._stream = None
+        if rank == 0:
+            self._stream = open(  # noqa: SIM115  # closed by close()
+                Path(config.output_dir) / "metrics.jsonl", "a", buffering=1, encoding="utf-8"
+            )
+
+    def __call__(self, metrics: dict[str, Any], step: int) -> None:
+        values = scalar_metrics(metrics)
+        if self._tracker is not None:
+            self._tracker(values, step)
+        if self._stream is not None:
+            line = {"step": step, "time": round(time.time(), 3)} | {k: _json(v) for k, v in values.items()}
+            self._stream.write(json.dumps(line) + "\n")
+            if not sys.stderr.isatty():  # on a terminal SpecForge draws its progress bar there
+                shown = " ".join(f"{name} {values[name]:.4g}" for name in CONSOLE if name in values)
+                print(f"step {step}/{self.steps}  {shown}", flush=True)
+        loss = values.get("loss", 0.0)
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"loss is {loss} at step {step}: lower training.learning_rate, or look at the data"
+            )
+
+    def close(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+def _json(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

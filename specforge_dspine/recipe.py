@@ -1,0 +1,246 @@
+"""Recipes: one YAML file of SpecForge's own sections, beside ``dspine:`` and ``stream:``, which are ours.
+
+    model: {target_model_path: .., torch_dtype: ..}      SpecForge's sections, as its docs describe them
+    data: {prompts_path: .. | hidden_states_path: ..}
+    training: {..}   tracking: {..}   runtime: {..}   run_id: ..   output_dir: ..
+    dspine: {..}     the draft and the method (config.DSpineOptions)
+    stream: {..}     where the target's states come from (StreamOptions); absent with hidden_states_path
+
+Unknown keys anywhere are refused with the nearest known name, on the command line too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from specforge.config import Config
+
+from specforge_dspine.config import DSpineOptions, StrictModel
+
+ALGORITHM = "dspine"
+HOST_SECTIONS = ("model", "data", "training", "tracking", "profiling", "runtime", "run_id", "output_dir")
+
+# SpecForge accepts these for every strategy; DSpine reads none of them, and a knob that does nothing misleads.
+NOT_READ = {
+    "training": {
+        "dspark_ce_loss_alpha": "dspine.ce_weight",
+        "dspark_l1_loss_alpha": "dspine.ce_weight (ℓ1 gets 1 − ce_weight)",
+        "dspark_confidence_head_alpha": None,
+        "lambda_base_start": None,
+        "lambda_base_decay_ratio": None,
+        "loss_type": None,
+        "dpace_alpha": None,
+        "ttt_length": None,
+        "lk_loss_type": None,
+        "kl_scale": None,
+        "kl_decay": None,
+        "num_depths": None,
+        "down_sample_ratio": None,
+        "down_sample_ratio_min": None,
+        "norm_before_residual": None,
+        "compact_teacher": None,
+        "compact_teacher_chunk_size": None,
+        "resume_from": "the command-line flag --resume",
+        "role": None,
+        "tp_size": "stream.managed.tp_size (the target's)",
+    },
+    "model": {
+        "draft_num_hidden_layers": "dspine.num_hidden_layers",
+        "draft_block_size": "dspine.block_size",
+        "aux_hidden_state_layer_ids": "dspine.target_layer_ids",
+        "vocab_mapping_path": None,
+        "use_liger_kernel": None,
+        "target_backend": None,
+    },
+    "data": {
+        "train_data_path": "data_prep.regenerate, then data.prompts_path: drafts learn from the target's own answers",
+        "eval_data_path": None,
+        "eval_hidden_states_path": None,
+        "chat_template": "data_prep.regenerate",
+    },
+}
+
+
+class ManagedServerOptions(StrictModel):
+    """``stream.managed``: a server that the run starts, health-checks, logs and ends."""
+
+    devices: tuple[int, ...] = ()  # accelerator ordinals of the server; empty: the CPU engine
+    tp_size: int = Field(default=1, gt=0)
+    extra_args: tuple[str, ...] = ()  # further arguments of sglang.launch_server
+    startup_timeout_s: float = Field(default=900.0, gt=0)
+
+    @model_validator(mode="after")
+    def _one_device_per_shard(self) -> ManagedServerOptions:
+        if self.devices and len(self.devices) != self.tp_size:
+            raise ValueError(f"stream.managed.devices={list(self.devices)} must name tp_size={self.tp_size} devices")
+        return self
+
+
+class StreamOptions(StrictModel):
+    """``stream``: running servers (``servers``) or one of the run's own (``managed``)."""
+
+    servers: tuple[str, ...] = ()
+    managed: ManagedServerOptions | None = None
+    capture_dir: str | None = None  # the servers' capture directory as this machine sees it; None: as they report
+    max_dropped: int = Field(default=64, ge=0)  # bad records that are replaced before the run stops
+    request_timeout_s: float = Field(default=600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _servers_or_managed(self) -> StreamOptions:
+        if bool(self.servers) == (self.managed is not None):
+            raise ValueError("stream needs exactly one of servers (a list of URLs) and managed (a section)")
+        return self
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run; the message names the key, its value and what would work."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe: SpecForge's config, our two sections, and the resolved document they came from."""
+
+    host: Config
+    dspine: DSpineOptions
+    stream: StreamOptions | None
+    document: Mapping[str, Any]
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.host.output_dir)
+
+    def save(self, path: Path) -> None:
+        """Write the resolved document, atomically."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(yaml.safe_dump(dict(self.document), sort_keys=False), encoding="utf-8")
+        os.replace(partial, path)
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = (), *, world_size: int = 1) -> Recipe:
+    """Read, override (``section.key=value``) and check a recipe.
+
+    Raises:
+        RecipeError: not a mapping, an unknown key, a wrong value, or sections that contradict each other.
+        FileNotFoundError: no such file.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise RecipeError(f"{path} must be a mapping of sections, found {type(document).__name__}")
+    for override in overrides:
+        apply_override(document, override)
+    return check_recipe(document, world_size=world_size)
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Set ``section.key=value`` in place; the value is read as YAML. Unknown keys are caught by the check."""
+    dotted, separator, value = override.partition("=")
+    if not separator or not dotted:
+        raise RecipeError(f"override {override!r} is not of the form section.key=value")
+    *sections, key = dotted.split(".")
+    node = document
+    for section in sections:
+        if node.get(section) is None:
+            node[section] = {}
+        node = node[section]
+        if not isinstance(node, dict):
+            raise RecipeError(f"override {override!r}: {section} is a value, not a section")
+    node[key] = yaml.safe_load(value)
+
+
+def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
+    """Validate a recipe document for ``world_size`` trainer processes."""
+    known = {name: Config.model_fields[name].annotation for name in HOST_SECTIONS}
+    schema: dict[str, Any] = {**known, "dspine": DSpineOptions, "stream": StreamOptions}
+    if "deployment" in document:
+        raise RecipeError("deployment: not read here; torchrun gives the trainer's topology and stream: the servers")
+    refuse_unknown(document, schema, "")
+    for section, keys in NOT_READ.items():
+        for key, instead in keys.items():
+            if key in (document.get(section) or {}):
+                hint = f"; use {instead}" if instead else "; remove it"
+                raise RecipeError(f"{section}.{key}: DSpine does not read it{hint}")
+    if document.get("dspine") is None:
+        raise RecipeError("dspine: the section is missing; it holds the draft's shape and the method's options")
+    streamed = not (document.get("data") or {}).get("hidden_states_path")
+    try:
+        options = DSpineOptions.model_validate(document["dspine"])
+        stream = StreamOptions.model_validate(document["stream"]) if document.get("stream") else None
+        host = Config.model_validate(_host_document(document, streamed, world_size))
+    except ValidationError as error:
+        raise RecipeError(_readable(error)) from error
+    if streamed and stream is None:
+        raise RecipeError("stream: the section is missing; name servers, or managed, or set data.hidden_states_path")
+    if not streamed and stream is not None:
+        raise RecipeError("stream: not used with data.hidden_states_path; remove one of the two")
+    if host.training.strategy != ALGORITHM:
+        raise RecipeError(f"training.strategy={host.training.strategy!r}: this trainer runs {ALGORITHM!r}")
+    return Recipe(host=host, dspine=options, stream=stream, document=document)
+
+
+def _host_document(document: dict[str, Any], streamed: bool, world_size: int) -> dict[str, Any]:
+    """SpecForge's part. Streaming is its disaggregated consumer: its validators want a backend by name, although
+    our store is a directory of the run (see host.py)."""
+    host = {key: document[key] for key in HOST_SECTIONS if key in document}
+    training = dict(host.get("training") or {})
+    training.setdefault("strategy", ALGORITHM)
+    host["training"] = training
+    if streamed:
+        training["role"] = "consumer"
+        host["deployment"] = {
+            "mode": "disaggregated",
+            "trainer": {"nproc_per_node": world_size},
+            "disaggregated": {
+                "backend": "mooncake",
+                "control_dir": str(Path(document.get("output_dir", "./output")) / "stream"),
+            },
+        }
+    return host
+
+
+def refuse_unknown(value: Any, schema: Any, path: str) -> None:
+    """Walk ``value`` along ``schema`` (a mapping of names or a pydantic model) and refuse unknown keys.
+
+    Raises:
+        RecipeError: with the key's full path and the nearest known name.
+    """
+    fields = schema if isinstance(schema, dict) else {n: f.annotation for n, f in schema.model_fields.items()}
+    if not isinstance(value, Mapping):
+        if value is not None:
+            raise RecipeError(f"{path}: a section is expected, found {value!r}")
+        return
+    for key, inner in value.items():
+        dotted = f"{path}.{key}" if path else str(key)
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(fields))}"
+            raise RecipeError(f"{dotted}: unknown key; {hint}")
+        section = _section(fields[key])
+        if section is not None:
+            refuse_unknown(inner, section, dotted)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The model behind a field's annotation (``Model`` or ``Model | None``), if it is a section."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _readable(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"]) or "recipe"
+        lines.append(f"{error.title} {where}={problem.get('input')!r}: {problem['msg']}")
+    return "\n".join(lines)

@@ -1,0 +1,313 @@
+"""DSpine as a SpecForge algorithm: contract, providers and step strategy, added to its registry.
+
+``dspine_registry(options)`` is SpecForge's built-in registry with one more registration, whose providers carry
+the recipe's ``dspine:`` section. Features and their storage are those of DSpark: input_ids, loss_mask,
+hidden_states (the tapped layers) and target_last_hidden_states (final, post-norm).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from specforge.algorithms.builtin import builtin_algorithm_registry
+from specforge.algorithms.common.defaults import empty_options, no_missing_checkpoint_keys
+from specforge.algorithms.common.dflash_family_data import (
+    build_dspark_collator,
+    build_dspark_offline_normalizer,
+    build_dspark_offline_reader,
+    normalize_dspark_offline_sample,
+)
+from specforge.algorithms.common.providers import (
+    AlgorithmProviders,
+    DraftConfigProvider,
+    ModelProvider,
+    OfflineCaptureLayout,
+    OfflineDataProvider,
+    ServerCaptureLayout,
+    ServerStreamingProvider,
+    StepProvider,
+    TargetDerivedDraftDefaults,
+    make_registration,
+)
+from specforge.algorithms.contracts import (
+    AlgorithmCapabilities,
+    AlgorithmSpec,
+    DraftRequirement,
+    FeatureContract,
+    FeatureMode,
+    OfflineStorageContract,
+)
+from specforge.algorithms.registry import AlgorithmRegistration, AlgorithmRegistry
+from specforge.config import Config
+from specforge.data.loss_mask import has_consecutive_supervised_tokens
+from specforge.runtime.contracts import TrainBatch
+from specforge.training.strategies.base import DraftTrainStrategy, StepContext, StepOutput
+from transformers import AutoTokenizer, PretrainedConfig
+
+from specforge_dspine.config import ARCHITECTURE, DSpineOptions, complete_draft_config
+from specforge_dspine.curriculum import alignment_beta, draw_blocks, replacement_probability
+from specforge_dspine.host import build_dflash_family_model, build_registered_draft
+from specforge_dspine.model import DSpineDraftModel
+from specforge_dspine.recipe import ALGORITHM
+from specforge_dspine.training_model import DSpineTrainingModel
+from specforge_dspine.transfer import cached_transfer_space
+from specforge_dspine.vocabulary import emittable, resolve_mask_token
+
+logger = logging.getLogger(__name__)
+
+FEATURES = frozenset({"input_ids", "loss_mask", "hidden_states", "target_last_hidden_states"})
+NORMALIZER_ID = "dspine_offline_v1"
+LONGEST = 1 << 31  # streamed records were cut to data.max_length when their prompts were read
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the step needs to know of the run: its ``seed`` and the learning rate's warm-up as a fraction."""
+
+    seed: int
+    warmup_ratio: float
+
+
+class DSpineTrainStrategy(DraftTrainStrategy):
+    """One micro-batch → loss: draws its blocks, asks the model, reports sums and counts.
+
+    The loss goes out as (numerator, denominator), which SpecForge sums over the optimizer window and all ranks.
+    """
+
+    name = ALGORITHM
+    required_features: ClassVar[set[str]] = set(FEATURES)
+
+    def __init__(self, model: torch.nn.Module, schedule: Schedule) -> None:
+        self.model = model
+        self.schedule = schedule
+        # Under DDP or FSDP the wrapper owns the forward; sizes and settings are the module's inside.
+        inner = model if isinstance(model, DSpineTrainingModel) else model.module
+        assert isinstance(inner, DSpineTrainingModel)
+        self.inner = inner
+
+    def trainable_module(self) -> torch.nn.Module:
+        return self.model
+
+    def forward_loss(self, batch: TrainBatch, ctx: StepContext | None = None) -> StepOutput:
+        """``batch.tensors``: input_ids, loss_mask [R, S]; hidden_states [R, S, T·H]; target_last_hidden_states
+        [R, S, H]. ``ctx`` gives the optimizer steps taken and planned; outside training nothing is replaced.
+
+        Raises:
+            ValueError: a feature is missing, or the schedule's horizon is unknown.
+        """
+        self.validate_batch(batch)
+        if ctx is None or not ctx.total_steps:
+            raise ValueError("total_steps is unknown: the curriculum and the gate need a schedule's horizon")
+        settings = self.inner.draft_model.settings
+        step, total = ctx.global_step, ctx.total_steps
+        warmup = settings.alignment_warmup_steps
+        beta = alignment_beta(step, int(self.schedule.warmup_ratio * total) if warmup is None else warmup, settings)
+        chance = replacement_probability(step, total, settings) if self.model.training else 0.0
+        blocks = draw_blocks(
+            batch.tensors["loss_mask"],
+            batch.sample_ids,
+            seed=self.schedule.seed,
+            num_anchors=self.inner.num_anchors,
+            probability=chance,
+        )
+        device = self.inner.lm_head.weight.device
+        tensors = {name: batch.tensors[name].to(device, non_blocking=True) for name in FEATURES}
+        loss = self.model(**tensors, blocks=blocks.to(device), beta=beta)
+        kept = blocks.keep.sum()
+        parts = {
+            **loss.parts,
+            "beta": (torch.tensor(beta), torch.tensor(1.0)),
+            "replacement_probability": (torch.tensor(chance), torch.tensor(1.0)),
+            "replaced_share": ((blocks.replaced & blocks.keep).sum(), kept),
+            "blocks": (kept, torch.tensor(1.0)),
+        }
+        mean = loss.numerator.detach() / loss.denominator.clamp_min(1e-12)
+        return StepOutput(loss=mean, metrics={}, ratio_metrics=parts, loss_terms=(loss.numerator, loss.denominator))
+
+    def checkpoint_state_filter(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The draft's own tensors, names as in the exported checkpoint."""
+        prefix = "draft_model."
+        return {k.split(prefix, 1)[1]: v for k, v in state_dict.items() if prefix in k}
+
+
+def resume_contract(
+    options: DSpineOptions, config: Config, draft: DSpineDraftModel, model: DSpineTrainingModel
+) -> Mapping[str, Any]:
+    """What must not change between a checkpoint and its continuation, beside what SpecForge compares itself."""
+    return {
+        "dspine_options": tuple(sorted((k, str(v)) for k, v in options.model_dump(mode="json").items())),
+        "dspine_mask_token_id": int(draft.mask_token_id),
+        "dspine_num_anchors": model.num_anchors,
+        "dspine_loss_decay_gamma": model.loss_decay_gamma,
+        "dspine_seed": config.training.seed,
+        "dspine_attention_backend": model.attention_backend,
+        "dspine_learning_rate": (config.training.learning_rate, config.training.warmup_ratio),
+        "dspine_data": config.data.prompts_path or config.data.hidden_states_path,
+    }
+
+
+def populate_draft_config(
+    options: DSpineOptions, payload: dict[str, Any], target: PretrainedConfig, config: Config
+) -> None:
+    """SpecForge's seam for target-derived draft configs: fill in the recipe's draft."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.model.target_model_path, trust_remote_code=config.model.trust_remote_code
+    )
+    rows = int(payload["vocab_size"])
+    mask_id = resolve_mask_token(tokenizer, rows, config.model.mask_token_id)
+    complete_draft_config(payload, target, options, mask_id, emittable(tokenizer, rows, mask_id))
+
+
+def build_training_model(
+    options: DSpineOptions,
+    config: Config,
+    draft: DSpineDraftModel,
+    _draft_config: PretrainedConfig,
+    _target_config: PretrainedConfig,
+    tokenizer: Any,
+) -> Any:
+    """The composite model on its device, with the transfer space of the target's head installed."""
+
+    def assemble(parts: dict[str, Any]) -> DSpineTrainingModel:
+        model = DSpineTrainingModel(
+            parts["draft_model"],
+            parts["target_lm_head"],
+            parts["target_embed_tokens"],
+            attention_backend=parts["attention_backend"],
+            num_anchors=parts["num_anchors"],
+            loss_decay_gamma=parts["loss_decay_gamma"],
+            objective_chunk_blocks=parts["objective_chunk_blocks"],
+            normalization=options.normalization,
+        )
+        if not bool(draft.transfer_ready):  # a warm-started draft brings its own table
+            install_transfer_space(draft, model.lm_head.weight, config.data.cache_dir)
+        return model
+
+    if options.replacement_layers >= options.num_hidden_layers:
+        logger.warning(
+            "dspine.replacement_layers=%d covers all %d layers: the last layer's features never stand alone",
+            options.replacement_layers,
+            options.num_hidden_layers,
+        )
+    return build_dflash_family_model(config, draft, tokenizer, assemble)
+
+
+def install_transfer_space(draft: DSpineDraftModel, head: torch.Tensor, cache_dir: str) -> None:
+    """Give a fresh draft its table; under torchrun rank 0 computes it and the others read the cached file."""
+    ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if ranks and dist.get_rank() != 0:
+        dist.barrier()
+    space = cached_transfer_space(head, draft.settings.transfer_rank, cache_dir)
+    if ranks and dist.get_rank() == 0:
+        dist.barrier()
+    draft.set_transfer_space(space)
+
+
+def capture_layers(options: DSpineOptions, *_: Any) -> list[int]:
+    return list(options.target_layer_ids)
+
+
+def build_streaming_collator() -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
+    """Streamed records are offline feature files: normalise them as those are, then pad the batch."""
+    collate = build_dspark_collator()
+
+    def normalise_and_collate(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return collate([normalize_dspark_offline_sample(feature, LONGEST) for feature in features])
+
+    return normalise_and_collate
+
+
+def algorithm_spec() -> AlgorithmSpec:
+    """The pure half of the registration: what DSpine consumes and which attention backends it has masks for."""
+    common: dict[str, Any] = {
+        "modality": "text",
+        "required_tensors": FEATURES,
+        "allowed_target_representations": {"hidden_state"},
+        "default_target_representation": "hidden_state",
+    }
+    storage = OfflineStorageContract(
+        format="specforge_hidden_states_v1", required_tensors=FEATURES, normalizer=NORMALIZER_ID
+    )
+    return AlgorithmSpec(
+        name=ALGORITHM,
+        draft=DraftRequirement(compatible_architectures={ARCHITECTURE}, default_architecture=ARCHITECTURE),
+        feature_contracts=(
+            FeatureContract(mode=FeatureMode.OFFLINE, storage=storage, **common),
+            FeatureContract(mode=FeatureMode.STREAMING, **common),
+        ),
+        capabilities=AlgorithmCapabilities(attention_backends={"eager", "sdpa", "flex_attention"}),
+    )
+
+
+def algorithm_providers(options: DSpineOptions) -> AlgorithmProviders:
+    """The executable half, bound to a recipe's options."""
+    names = (("input_ids", "input_ids"), ("loss_mask", "loss_mask"))
+    states = {"aux_feature": "hidden_states", "last_hidden_feature": "target_last_hidden_states"}
+    return AlgorithmProviders(
+        algorithm_name=ALGORITHM,
+        step=StepProvider(
+            build=lambda model, *, target_head=None, seed, warmup_ratio: DSpineTrainStrategy(
+                model, Schedule(seed, warmup_ratio)
+            ),
+            options=lambda config: {
+                **empty_options(config),
+                "seed": config.training.seed,
+                "warmup_ratio": config.training.warmup_ratio,
+            },
+            resume_contract=partial(resume_contract, options),
+            allowed_missing_checkpoint_keys=no_missing_checkpoint_keys,
+            uses_external_target_head=False,
+        ),
+        model=ModelProvider(
+            draft_config=DraftConfigProvider(
+                architecture=ARCHITECTURE,
+                target_defaults=TargetDerivedDraftDefaults(
+                    model_type="qwen3",
+                    num_hidden_layers=options.num_hidden_layers,
+                    populate=partial(populate_draft_config, options),
+                ),
+            ),
+            build_draft=build_registered_draft,
+            build_training_model=partial(build_training_model, options),
+            resolve_capture_layers=partial(capture_layers, options),
+            minimum_loss_tokens=lambda _config, _draft: 2,
+            needs_input_tools=lambda _config, _draft: False,
+            default_dataloader_num_workers=2,
+            loss_mask_filter=has_consecutive_supervised_tokens,
+        ),
+        offline=(
+            OfflineDataProvider(
+                modality="text",
+                normalizer_id=NORMALIZER_ID,
+                capture_layout=OfflineCaptureLayout(capture_method=ALGORITHM, passthrough=names, **states),
+                build_reader=partial(build_dspark_offline_reader, ALGORITHM),
+                build_normalizer=build_dspark_offline_normalizer,
+                build_collator=build_dspark_collator,
+            ),
+        ),
+        server_streaming=(
+            ServerStreamingProvider(
+                modality="text",
+                capture_method=ALGORITHM,
+                target_representation="hidden_state",
+                layout=ServerCaptureLayout(passthrough=tuple((a, b, ()) for a, b in names), **states),
+                build_collator=build_streaming_collator,
+            ),
+        ),
+    )
+
+
+def dspine_registration(options: DSpineOptions) -> AlgorithmRegistration:
+    """Contract and providers, checked against each other by SpecForge."""
+    return make_registration(algorithm_spec(), algorithm_providers(options))
+
+
+def dspine_registry(options: DSpineOptions) -> AlgorithmRegistry:
+    """SpecForge's built-in algorithms and ``dspine``."""
+    return builtin_algorithm_registry().with_registration(dspine_registration(options))

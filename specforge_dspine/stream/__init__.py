@@ -1,0 +1,1 @@
+"""How the target's hidden states reach the trainer: SGLang plugin, server, client, source."""

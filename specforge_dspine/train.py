@@ -1,0 +1,296 @@
+"""Train a DSpine draft from a recipe.
+
+    python -m specforge_dspine.train --recipe recipes/smollm2_cpu.yaml [--plan] [--resume] [section.key=value ..]
+    torchrun --nproc_per_node 7 -m specforge_dspine.train --recipe recipes/qwen3_8b.yaml
+
+Recipe → plan → stream → trainer → checkpoints → export. Rank 0 owns the capture server (``stream.managed``) and
+the producer; every rank trains. A directory that holds a run is continued only with ``--resume``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import set_seed
+from specforge.distributed import destroy_distributed, init_distributed
+from specforge.training.checkpoint import STATE_FILE, CheckpointManager
+
+from specforge_dspine import assembly
+from specforge_dspine.export import FLAVOURS, export_run
+from specforge_dspine.host import bootstrap_single_process_env, build_model_bundle
+from specforge_dspine.metrics import RunLogger
+from specforge_dspine.plan import Plan, make_plan
+from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
+from specforge_dspine.stream.client import SGLangClient, StreamProofError
+from specforge_dspine.stream.server import ManagedServer, ServerFailed
+from specforge_dspine.stream.source import CaptureSource, PromptPlan, rewind_log
+
+RECIPE_FILE, DRAFT_CONFIG_FILE = "recipe.yaml", "draft_config.json"
+PROBE_TOKENS = 32  # of the first sample, for the proof of the stream
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM, raised in the main thread so that every ``finally`` runs."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@contextlib.contextmanager
+def unwinding_signals() -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into ``Interrupted``; later ones are ignored while cleaning up."""
+
+    def unwind(signum: int, _frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(signum)
+
+    before = {each: signal.signal(each, unwind) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def on_every_rank(rank: int, action: Any) -> Any:
+    """Run ``action`` on rank 0 and give its result to all; its failure is raised on all ranks.
+
+    Raises:
+        RuntimeError: on ranks other than 0, when rank 0 failed.
+    """
+    outcome: list[Any] = [None, None]
+    failure: BaseException | None = None
+    if rank == 0:
+        try:
+            outcome[0] = action()
+        except BaseException as error:
+            failure, outcome[1] = error, f"{type(error).__name__}: {error}"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise RuntimeError(f"rank 0 failed: {outcome[1]}")
+    return outcome[0]
+
+
+def claim_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
+    """Refuse a directory that holds a run, or find the checkpoint to continue from (None: a fresh run).
+
+    Raises:
+        RecipeError: the directory holds a run and ``resume`` is False, or there is nothing to resume.
+    """
+    run_dir = recipe.run_dir
+    holds_run = (run_dir / RECIPE_FILE).exists()
+    if holds_run and not resume:
+        raise RecipeError(
+            f"output_dir={str(run_dir)!r} already holds a run; continue it with --resume, or give another output_dir"
+        )
+    if resume and not holds_run:
+        raise RecipeError(f"output_dir={str(run_dir)!r} holds no run to resume; start it without --resume")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        recipe.save(run_dir / RECIPE_FILE)
+        return None
+    try:
+        return str(CheckpointManager.resolve_resume_dir(str(run_dir)))
+    except FileNotFoundError:
+        return None  # it stopped before its first checkpoint: begin again
+
+
+def checkpoint_step(path: str | None) -> int:
+    """Optimizer steps of a checkpoint folder; 0 without one."""
+    if path is None:
+        return 0
+    state = torch.load(Path(path) / STATE_FILE, map_location="cpu", weights_only=False, mmap=True)
+    return int(state["global_step"])
+
+
+def run_offline(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_from: str | None) -> int:
+    """Train from feature files; returns the optimizer steps taken."""
+    trainer = assembly.offline_trainer(plan, bundle, logger, rank=rank, resume_from=resume_from)
+    return int(trainer.fit())
+
+
+def run_streamed(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_from: str | None) -> int:
+    """Train from a live server; returns the optimizer steps taken."""
+    run_dir = plan.recipe.run_dir
+    start_step = checkpoint_step(resume_from)
+    paths = assembly.stream_paths(run_dir)
+    with contextlib.ExitStack() as stack:
+        streaming: list[tuple[assembly.Producer, CaptureSource]] = []  # rank 0 alone has one
+
+        def connect() -> None:
+            shutil.rmtree(paths["base"], ignore_errors=True)  # leftovers of a killed run
+            paths["base"].mkdir(parents=True)
+            stack.callback(shutil.rmtree, paths["base"], ignore_errors=True)
+            clients = connect_servers(plan, bundle.model.lm_head.weight, stack)
+            source = capture_source(plan, clients, consumed=start_step * plan.quantum)
+            slots = range(start_step * plan.quantum, plan.steps * plan.quantum)
+            streaming.append((assembly.Producer(plan, source, paths["channel"], slots), source))
+
+        on_every_rank(rank, connect)
+        trainer = assembly.streamed_trainer(
+            plan, bundle, logger, paths=paths, resume_from=resume_from, start_step=start_step
+        )
+        if not streaming:
+            return int(trainer.fit())
+        producer, source = streaming[0]
+        stack.callback(producer.stop)
+        producer.start()
+        try:
+            return int(trainer.fit())
+        except Exception as error:
+            if producer.error is not None:
+                raise RuntimeError(f"the stream ended: {producer.error}") from error
+            raise
+        finally:
+            report = source.report() | {"unused_samples": plan.unused}
+            write_json(run_dir / "stream.json", report)
+            if report["dropped"]:
+                print(f"{len(report['dropped'])} records were dropped and replaced: see {run_dir}/stream.json")
+
+
+def connect_servers(plan: Plan, head: torch.Tensor, stack: contextlib.ExitStack) -> list[SGLangClient]:
+    """Start or find the servers and prove each stream before the first step.
+
+    Raises:
+        StreamProofError, ConnectionError, ServerFailed: what is wrong with a server, and what to do.
+    """
+    options, training = plan.recipe.stream, plan.recipe.host.training
+    assert options is not None
+    urls, capture_dir = list(options.servers), options.capture_dir
+    if options.managed is not None:
+        print(f"starting the capture server (log: {plan.recipe.run_dir}/server.log)", flush=True)
+        server = ManagedServer(
+            plan.target.model_path,
+            plan.recipe.run_dir,
+            plan.target.layers,
+            dtype=plan.target.dtype,
+            devices=options.managed.devices,
+            tp_size=options.managed.tp_size,
+            extra_args=options.managed.extra_args,
+            startup_timeout_s=options.managed.startup_timeout_s,
+        )
+        stack.enter_context(server)
+        urls = [server.url]
+    clients = []
+    probe = max(plan.samples[: training.batch_size * 8], key=lambda sample: len(sample.input_ids))
+    for url in urls:
+        client = SGLangClient(
+            url,
+            capture_dir=Path(capture_dir) if capture_dir else None,
+            timeout_s=options.request_timeout_s,
+        )
+        stack.callback(client.close)
+        facts = client.prove(plan.target, head, probe.input_ids[:PROBE_TOKENS])
+        print(f"stream proven: {url}, plugin {facts.version}, records in {facts.capture_dir}", flush=True)
+        clients.append(client)
+    return clients
+
+
+def capture_source(plan: Plan, clients: list[SGLangClient], *, consumed: int) -> CaptureSource:
+    """The source of this run's samples, positioned after the ``consumed`` ones of the checkpoint."""
+    host, options = plan.recipe.host, plan.recipe.stream
+    assert options is not None
+    log = plan.recipe.run_dir / "delivered.jsonl"
+    return CaptureSource(
+        clients,
+        PromptPlan(plan.samples, host.training.seed),
+        assembly.record_store(plan.recipe.run_dir),
+        plan.target,
+        run_id=host.run_id,
+        max_dropped=options.max_dropped,
+        log=log,
+        state=rewind_log(log, consumed),
+    )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` atomically."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def run(recipe: Recipe, *, resume: bool) -> int:
+    """Train and export; returns the optimizer steps taken. Under torchrun every rank calls it."""
+    host = recipe.host
+    os.environ["FSDP_SHARDING"] = host.training.fsdp_sharding  # else SpecForge's backend ignores the recipe
+    set_seed(host.training.seed)
+    bootstrap_single_process_env()
+    init_distributed(timeout=host.training.dist_timeout)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    try:
+        plan = make_plan(recipe, ranks=ranks)
+        resume_from = on_every_rank(rank, lambda: claim_run_dir(recipe, resume=resume))
+        if rank == 0:
+            print(plan.render(), flush=True)
+            write_json(recipe.run_dir / DRAFT_CONFIG_FILE, plan.draft_config.to_dict())
+        bundle = build_model_bundle(host, algorithm=plan.algorithm)
+        logger = RunLogger(host, rank=rank, steps=plan.steps)
+        runner = run_offline if recipe.stream is None else run_streamed
+        try:
+            steps = runner(plan, bundle, logger, rank, resume_from)
+        finally:
+            logger.close()
+        on_every_rank(rank, lambda: export_all(recipe))
+        return steps
+    finally:
+        destroy_distributed()
+
+
+def export_all(recipe: Recipe) -> None:
+    """Both flavours of the newest checkpoint, below the run's directory."""
+    for flavour in FLAVOURS:
+        out = recipe.run_dir / "export" / flavour
+        export_run(recipe.run_dir, flavour, out)
+        print(f"exported: {out}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m specforge_dspine.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--recipe", required=True, help="YAML file, see recipes/")
+    parser.add_argument("--plan", action="store_true", help="print the resolved run without starting it")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in output_dir from its last checkpoint"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the recipe")
+    args = parser.parse_args(argv)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        recipe = load_recipe(args.recipe, args.overrides, world_size=ranks)
+        if args.plan:
+            print(make_plan(recipe, ranks=ranks).render())
+            return 0
+        with unwinding_signals():
+            run(recipe, resume=args.resume)
+    except (RecipeError, StreamProofError, ServerFailed, FileNotFoundError, ConnectionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as signal_received:
+        print(f"stopped by {signal_received}; continue with --resume", file=sys.stderr)
+        return 128 + signal_received.signum
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
