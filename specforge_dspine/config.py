@@ -20,7 +20,7 @@ Count = Annotated[int, Field(gt=0)]
 class StrictModel(BaseModel):
     """Refuses unknown keys; a value is never changed after it was checked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DSpineSettings(StrictModel):
@@ -89,16 +89,15 @@ def complete_draft_config(
     where the recipe names none.
 
     Raises:
-        ValueError: the transfer rank exceeds the hidden size, or K the vocabulary.
+        ValueError: the transfer rank exceeds the hidden size, an id the vocabulary, or K what the target can emit.
     """
     hidden, vocab = int(target.hidden_size), int(payload["vocab_size"])
     if options.transfer_rank > hidden:
-        raise ValueError(f"dspine.transfer_rank={options.transfer_rank} exceeds the hidden size {hidden}")
-    if options.top_k > vocab:
-        raise ValueError(f"dspine.top_k={options.top_k} exceeds the vocabulary of {vocab} rows")
-    layers, settings = options.num_hidden_layers, options.settings()
-    settings["excluded_ids"] = settings["excluded_ids"] or emittable[0]
-    settings["valid_vocab_size"] = settings["valid_vocab_size"] or emittable[1]
+        raise ValueError(
+            f"dspine.transfer_rank={options.transfer_rank}: at most the target's hidden size, {hidden}, is possible"
+        )
+    layers = options.num_hidden_layers
+    settings = complete_settings(options, mask_id, vocab, emittable)
     payload.update(
         architectures=[ARCHITECTURE],
         block_size=options.block_size,
@@ -110,7 +109,8 @@ def complete_draft_config(
         rope_theta=rope_theta(target),
         rope_parameters=dict(getattr(target, "rope_parameters", None) or {"rope_type": "default"})
         | {"rope_theta": rope_theta(target)},
-        attention_bias=False,  # the draft's layers are Qwen3's, whatever the target's are
+        hidden_act="silu",  # the draft's layers are Qwen3's, whatever the target's are
+        attention_bias=False,
         use_sliding_window=False,
         sliding_window=None,
         dflash_config={
@@ -124,6 +124,65 @@ def complete_draft_config(
     payload.pop("rope_scaling", None)  # rope_parameters is its successor; one of them, not two
     if options.intermediate_size is not None:
         payload["intermediate_size"] = options.intermediate_size
+
+
+def complete_settings(
+    options: DSpineOptions, mask_id: int, vocab: int, emittable: tuple[list[int], int]
+) -> dict[str, Any]:
+    """``dspine_config`` with the ids that decoding removes filled in, the mask among them.
+
+    ``vocab`` V rows; ``emittable`` as for ``complete_draft_config``.
+
+    Raises:
+        ValueError: an id outside the V rows, or fewer emittable ids than K candidates.
+    """
+    settings = options.settings()
+    settings["excluded_ids"] = sorted({mask_id, *(options.excluded_ids or emittable[0])})
+    settings["valid_vocab_size"] = options.valid_vocab_size or emittable[1]
+    check_vocabulary(DSpineSettings.model_validate(settings), vocab)
+    return settings
+
+
+def match_draft_config(config: Any, options: DSpineOptions, settings: dict[str, Any]) -> None:
+    """Make a draft configuration that came with weights (a warm start) agree with the recipe, in place.
+
+    The draft's shape must be the recipe's; ``settings`` (``complete_settings``) replace the ones it was trained
+    with; the flags that engines read are set.
+
+    Raises:
+        ValueError: a size or the tapped layers differ, with both values.
+    """
+    dflash, before = config.dflash_config, settings_of(config)
+    pairs = {
+        "num_hidden_layers": (options.num_hidden_layers, config.num_hidden_layers),
+        "block_size": (options.block_size, config.block_size),
+        "target_layer_ids": (list(options.target_layer_ids), list(dflash["target_layer_ids"])),
+        "transfer_rank": (options.transfer_rank, before.transfer_rank),
+        "message_size": (options.message_size, before.message_size),
+        "intermediate_size": (options.intermediate_size or config.intermediate_size, config.intermediate_size),
+    }
+    for name, (wanted, found) in pairs.items():
+        if wanted != found:
+            raise ValueError(f"dspine.{name}={wanted}: the draft to start from has {found}; give that")
+    config.is_causal = True
+    config.dflash_config = dict(dflash) | {"block_size": config.block_size, "causal": True}
+    config.dspine_config = settings
+
+
+def check_vocabulary(settings: DSpineSettings, vocab: int) -> None:
+    """Do ``excluded_ids``, ``valid_vocab_size`` and K fit a head of ``vocab`` V rows?
+
+    Raises:
+        ValueError: with the key and its value.
+    """
+    valid = settings.valid_vocab_size or vocab
+    if valid > vocab:
+        raise ValueError(f"valid_vocab_size={valid} exceeds the {vocab} rows of the target's head")
+    if outside := [k for k in settings.excluded_ids if not 0 <= k < vocab]:
+        raise ValueError(f"excluded_ids={outside}: the target's head has rows 0 to {vocab - 1}")
+    left = valid - len({k for k in settings.excluded_ids if k < valid})
+    if settings.top_k > left:
+        raise ValueError(f"top_k={settings.top_k} exceeds the {left} ids that the target can emit")
 
 
 def rope_theta(config: Any) -> float:
@@ -142,6 +201,8 @@ def small_draft_config(**overrides: Any) -> Qwen3Config:
     theta, block_size, target_layer_ids, num_target_layers, mask_token_id, settings`` (a ``DSpineSettings``).
     """
     o = overrides
+    settings = o["settings"].model_dump(mode="json")
+    settings["valid_vocab_size"] = settings["valid_vocab_size"] or o["vocab_size"]
     return Qwen3Config.from_dict(
         {
             "architectures": [ARCHITECTURE],
@@ -165,6 +226,6 @@ def small_draft_config(**overrides: Any) -> Qwen3Config:
                 "block_size": o["block_size"],
                 "causal": True,
             },
-            "dspine_config": o["settings"].model_dump(mode="json"),
+            "dspine_config": settings,
         }
     )

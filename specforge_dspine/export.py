@@ -1,9 +1,10 @@
 """Export a trained draft, and read exported ones back.
 
     python -m specforge_dspine.export --run DIR --to sglang|specforge --out DIR [--dtype bfloat16]
+    python -m specforge_dspine.export --reference DIR --to sglang|specforge --out DIR [--dtype bfloat16]
 
-Weights are cast once, to the recipe's dtype by default; the code table stays float32. After that cast the round
-trip is bit-exact. Writing verifies what was written; reading is strict.
+Weights are cast once, by default to the recipe's dtype (for a reference checkpoint: its own); the code table stays
+float32. After that cast the round trip is bit-exact. Writing verifies what was written; reading is strict.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from specforge.training.checkpoint import STATE_FILE, CheckpointManager
 from torch import Tensor
 from transformers import Qwen3Config
@@ -26,7 +28,10 @@ from transformers import Qwen3Config
 from specforge_dspine.config import ARCHITECTURE, settings_of
 from specforge_dspine.formats import (
     BRIDGE,
+    CARD,
+    CONFIG,
     FLAVOURS,
+    LAYOUTS,
     TABLE,
     WEIGHTS,
     CheckpointError,
@@ -35,25 +40,26 @@ from specforge_dspine.formats import (
     flavour_config,
 )
 from specforge_dspine.model import DSpineDraftModel
+from specforge_dspine.reference import read_json, read_reference, read_tensors
 from specforge_dspine.version import VERSION
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def read_run(run: Path) -> tuple[dict[str, Tensor], Qwen3Config, dict[str, Any]]:
-    """The newest complete checkpoint of a run: its draft tensors, the draft's config and the recipe.
+def read_run(run: Path) -> tuple[dict[str, Tensor], Qwen3Config, torch.dtype]:
+    """The newest complete checkpoint of a run: its draft tensors, the draft's config and the recipe's dtype.
 
     Raises:
-        CheckpointError: the folder holds no run, or no complete checkpoint yet.
+        CheckpointError: the folder holds no run, no complete checkpoint yet, or checkpoints of several runs.
     """
+    config = Qwen3Config.from_dict(read_json(run / "draft_config.json"))
     try:
-        config = Qwen3Config.from_dict(json.loads((run / "draft_config.json").read_text(encoding="utf-8")))
         recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
         folder = Path(CheckpointManager.resolve_resume_dir(str(run)))
-    except FileNotFoundError as error:
+        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=False, mmap=True)
+        return state["draft_state_dict"], config, DTYPES[recipe["model"]["torch_dtype"]]
+    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{run}: not a run with a complete checkpoint ({error})") from error
-    state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=False, mmap=True)
-    return state["draft_state_dict"], config, recipe
 
 
 def export_run(run: Path, flavour: str, out: Path, dtype: torch.dtype | None = None) -> None:
@@ -62,10 +68,18 @@ def export_run(run: Path, flavour: str, out: Path, dtype: torch.dtype | None = N
     Raises:
         CheckpointError: something is missing, not finite or contradictory, by name; nothing is written then.
     """
-    tensors, config, recipe = read_run(Path(run))
-    if dtype is None:
-        dtype = DTYPES[(recipe.get("model") or {}).get("torch_dtype", "bfloat16")]
-    write_checkpoint(tensors, config, flavour, out, dtype)
+    tensors, config, trained = read_run(Path(run))
+    write_checkpoint(tensors, config, flavour, out, dtype or trained)
+
+
+def convert_reference(folder: Path, flavour: str, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a checkpoint in the reference layout (``reference.py``) as ``flavour`` into the folder ``out``.
+
+    Raises:
+        CheckpointError: as ``export_run``.
+    """
+    tensors, config = read_reference(Path(folder))
+    write_checkpoint(tensors, config, flavour, out, dtype or tensors["fc.weight"].dtype)
 
 
 def write_checkpoint(
@@ -74,23 +88,53 @@ def write_checkpoint(
     """Verify, cast and write a checkpoint beside ``out``, read it back bit for bit, then rename it.
 
     ``tensors`` are named as ``formats.expected_shapes`` says.
+
+    Raises:
+        CheckpointError: as ``export_run``, or ``out`` is something else than an earlier export.
     """
+    check_tensors(tensors, config)
     cast = {n: cast_weight(n, value, dtype).contiguous().clone() for n, value in tensors.items()}
-    check_tensors(cast, config)
+    check_tensors(cast, config)  # again: a large weight overflows float16
     payload = flavour_config(config.to_dict(), config, flavour, dtype)
     check_config(payload)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    file, stored_name = LAYOUTS[flavour].table
+    files = {WEIGHTS: {n: value for n, value in cast.items() if n != TABLE}}
+    files.setdefault(file, {})[stored_name] = cast[TABLE]
+
+    out = Path(out).absolute()
+    refuse_foreign(out, {*files, CONFIG, CARD})
+    partial, old = (out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "old"))
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(cast, partial / WEIGHTS, metadata={"format": "pt", "specforge_dspine": VERSION})
-    (partial / "config.json").write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
-    (partial / "README.md").write_text(model_card(payload, flavour), encoding="utf-8")
-    written, _ = read_checkpoint(partial)
-    for name, value in cast.items():
-        if not torch.equal(written[name], value):
-            raise CheckpointError(f"{name} differs after writing: is the disk full or failing?")
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(partial, out)
+    try:
+        for file, stored in files.items():
+            save_file(stored, partial / file, metadata={"format": "pt", "specforge_dspine": VERSION})
+        (partial / CONFIG).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
+        (partial / CARD).write_text(model_card(payload, flavour), encoding="utf-8")
+        written, _ = read_checkpoint(partial)
+        for name, value in cast.items():
+            if not torch.equal(written[name], value):
+                raise CheckpointError(f"{name} differs after writing: is the disk full or failing?")
+        if out.exists():
+            os.replace(out, old)
+        os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def refuse_foreign(out: Path, files: set[str]) -> None:
+    """An export replaces an earlier export, and nothing else.
+
+    Raises:
+        CheckpointError: ``out`` is a file, or a folder that holds more than an export's ``files``.
+    """
+    if out.is_dir():
+        if foreign := sorted(entry.name for entry in out.iterdir() if entry.name not in files):
+            raise CheckpointError(f"{out} holds {foreign[0]!r}, which no export wrote; give a new or empty folder")
+    elif out.exists():
+        raise CheckpointError(f"{out} is a file; give a folder")
 
 
 def cast_weight(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,14 +151,14 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Qwen3Config]:
         CheckpointError: a missing, unknown or wrong-shaped tensor, a missing bridge or flag, by name.
     """
     folder = Path(folder)
-    for name in ("config.json", WEIGHTS):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: {name} is missing")
-    payload = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    check_config(payload)
+    payload = read_json(folder / CONFIG)
+    flavour = check_config(payload)
     config = Qwen3Config.from_dict(payload | {"architectures": [ARCHITECTURE]})
-    tensors = load_file(folder / WEIGHTS)
+    tensors = read_tensors(folder, LAYOUTS[flavour].table)
     check_tensors(tensors, config)
+    for name, value in tensors.items():
+        if name != TABLE and value.is_floating_point() and str(value.dtype) != f"torch.{payload.get('dtype')}":
+            raise CheckpointError(f"{name} is {value.dtype}, config.json says dtype={payload.get('dtype')!r}")
     return tensors, config
 
 
@@ -156,15 +200,25 @@ Weights are {payload["dtype"]}; `{TABLE}` is float32 and belongs to this draft: 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m specforge_dspine.export", description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="output_dir of a training run")
+    parser = argparse.ArgumentParser(
+        prog="python -m specforge_dspine.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, help="output_dir of a training run")
+    source.add_argument("--reference", type=Path, help="checkpoint in the reference layout")
     parser.add_argument("--to", choices=FLAVOURS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: the recipe's torch_dtype")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: the source's")
     args = parser.parse_args(argv)
+    dtype = DTYPES[args.dtype] if args.dtype else None
     try:
-        export_run(args.run, args.to, args.out, DTYPES[args.dtype] if args.dtype else None)
-    except CheckpointError as error:
+        if args.run is not None:
+            export_run(args.run, args.to, args.out, dtype)
+        else:
+            convert_reference(args.reference, args.to, args.out, dtype)
+    except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = settings_of(read_checkpoint(args.out)[1])

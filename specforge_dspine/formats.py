@@ -10,24 +10,56 @@ the file layout of that flavour are not published.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from specforge_dspine.config import ARCHITECTURE, rope_theta, settings_of
+from specforge_dspine.config import ARCHITECTURE, DSpineSettings, check_vocabulary, rope_theta, settings_of
 
 TABLE, READY = "transfer_codes", "transfer_ready"
 FLAVOURS = ("sglang", "specforge")
 BRIDGE = "selected_prefix_code_bridge"
-WEIGHTS = "model.safetensors"
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+
+# What a reader would otherwise fill in from its own defaults, silently.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "block_size",
+    "num_target_layers",
+)
+# Keys of transformers' base class that say nothing about a draft, and code that is not shipped.
+DROPPED = (
+    "auto_map",
+    "_name_or_path",
+    "transformers_version",
+    "chunk_size_feed_forward",
+    "id2label",
+    "is_encoder_decoder",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+)
+UNIT_TOLERANCE = 1e-3  # of the norm of a code
 
 
 class Layout(NamedTuple):
-    """A flavour on disk: its architecture name, and the bridge's keys → where their values come from."""
+    """A flavour on disk: its architecture name; the bridge's keys → the DSpineSettings fields they hold; the file
+    and name of the code table, everything else being in ``WEIGHTS`` under our own names."""
 
     architecture: str
-    bridge: dict[str, str] | None  # key → name of a DSpineSettings field
+    bridge: dict[str, str] | None
+    table: tuple[str, str] = (WEIGHTS, TABLE)
 
 
 # vLLM names the sizes transfer_dim and message_dim; the rest is our reading. UNVERIFIED against the released plugin.
@@ -78,8 +110,8 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_tensors(tensors: dict[str, Tensor], config: Any) -> None:
-    """Every tensor present, of its shape, finite; the table float32, unit rows and ready.
+def check_tensors(tensors: Mapping[str, Tensor], config: Any) -> None:
+    """Every tensor present, of its shape, floating and finite; the table float32, of unit rows, and ready.
 
     Raises:
         CheckpointError: with the tensor's name.
@@ -93,23 +125,38 @@ def check_tensors(tensors: dict[str, Tensor], config: Any) -> None:
         value = tensors[name]
         if tuple(value.shape) != shape:
             raise CheckpointError(f"{name} is {tuple(value.shape)}, the config says {shape}")
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if name == READY:
+            continue
+        if not value.is_floating_point():
+            raise CheckpointError(f"{name} is {value.dtype}; weights must be of a floating dtype")
+        if not torch.isfinite(value).all():
             raise CheckpointError(f"{name} holds a value that is not finite")
-    if tensors[TABLE].dtype is not torch.float32:
-        raise CheckpointError(f"{TABLE} is {tensors[TABLE].dtype}, and must be float32")
     if tensors[READY].dtype is not torch.bool or not bool(tensors[READY]):
         raise CheckpointError(f"{READY} is not True: the code table was never installed")
+    check_table(tensors[TABLE])
+
+
+def check_table(table: Tensor) -> None:
+    """``table`` C [V, r]: float32, rows of norm 1 (0 for a row of the head that equals the mean), and never cast
+    to 16 bits on the way.
+
+    Raises:
+        CheckpointError: it is another dtype, no code table, or has lost its lower bits.
+    """
+    if table.dtype is not torch.float32:
+        raise CheckpointError(f"{TABLE} is {table.dtype}, and must be float32")
+    norms = table.norm(dim=1)
+    if bool(((norms - 1).abs() > UNIT_TOLERANCE).logical_and(norms > 0).any()) or not norms.any():
+        raise CheckpointError(f"{TABLE} has rows of norm {norms.min():.4g} to {norms.max():.4g}, codes have norm 1")
+    if table.shape[1] > 1 and torch.equal(table, table.to(torch.bfloat16).float()):
+        raise CheckpointError(f"{TABLE} holds bfloat16 values in float32: it was cast on the way and is damaged")
 
 
 def flavour_config(payload: dict[str, Any], config: Any, flavour: str, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of ``flavour`` from the draft's own config (``payload`` is its dictionary)."""
     layout, settings = LAYOUTS[flavour], settings_of(config)
     theta = rope_theta(config)
-    out = {
-        key: value
-        for key, value in payload.items()
-        if key not in ("auto_map", "_name_or_path", "transformers_version")
-    }
+    out = {key: value for key, value in payload.items() if key not in DROPPED}
     out |= {
         "architectures": [layout.architecture],
         "model_type": "qwen3",
@@ -126,51 +173,134 @@ def flavour_config(payload: dict[str, Any], config: Any, flavour: str, dtype: to
     return out
 
 
-def check_config(payload: dict[str, Any]) -> str:
-    """The flavour of a config.json, every flag that an engine would otherwise guess being present.
+def check_config(payload: Mapping[str, Any]) -> str:
+    """The flavour of a config.json, everything being present that an engine would otherwise guess.
 
     Raises:
-        CheckpointError: a missing bridge or flag, or an id out of range, by name.
+        CheckpointError: a missing or contradictory key, bridge or flag, or an id out of range, by name.
     """
     architectures = payload.get("architectures")
     flavours = [name for name, layout in LAYOUTS.items() if architectures == [layout.architecture]]
     if not flavours:
-        raise CheckpointError(
-            f"architectures={architectures}: expected one of {[la.architecture for la in LAYOUTS.values()]}"
-        )
-    flavour, dflash = flavours[0], payload.get("dflash_config") or {}
-    required = ("block_size", "num_target_layers", "layer_types", "vocab_size", "rope_theta", "rope_parameters")
-    for key in required:
-        if payload.get(key) is None:
-            raise CheckpointError(f"{key} is missing from config.json")
+        known = [layout.architecture for layout in LAYOUTS.values()]
+        raise CheckpointError(f"architectures={architectures}: expected one of {known}")
+    dflash = section(payload, "dflash_config")
+    check_sizes(payload)
     if payload.get("is_causal") is not True:
         raise CheckpointError("is_causal is not true: SGLang would serve the draft with bidirectional blocks")
     if dflash.get("causal") is not True:
         raise CheckpointError(
             "dflash_config.causal is not true: vLLM would serve the draft with bidirectional blocks"
         )
-    for key in ("mask_token_id", "target_layer_ids", "block_size"):
-        if dflash.get(key) is None:
-            raise CheckpointError(f"dflash_config.{key} is missing")
-    if dflash["block_size"] != payload["block_size"]:
+    if dflash.get("block_size") != payload["block_size"]:
         raise CheckpointError(
-            f"block_size {payload['block_size']} differs from dflash_config's {dflash['block_size']}"
+            f"dflash_config.block_size={dflash.get('block_size')} differs from block_size={payload['block_size']}"
         )
-    if not 0 <= dflash["mask_token_id"] < payload["vocab_size"]:
-        raise CheckpointError(f"dflash_config.mask_token_id={dflash['mask_token_id']} is outside the vocabulary")
-    layers, ids = payload["num_target_layers"], dflash["target_layer_ids"]
-    if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= layers - 2:
+    check_ids(payload, dflash)
+    check_bridge(flavours[0], dflash, section(payload, "dspine_config"))
+    return flavours[0]
+
+
+def section(payload: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A nested section of a config.json.
+
+    Raises:
+        CheckpointError: it is missing, or no section.
+    """
+    value = payload.get(name)
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{name} is missing from config.json")
+    return value
+
+
+def integer(payload: Mapping[str, Any], name: str, path: str = "") -> int:
+    """A whole number of a config.json.
+
+    Raises:
+        CheckpointError: it is missing, or something else.
+    """
+    value = payload.get(name)
+    if value is None:
+        raise CheckpointError(f"{path}{name} is missing from config.json")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"{path}{name}={value!r} is not a whole number")
+    return value
+
+
+def check_sizes(payload: Mapping[str, Any]) -> None:
+    """Sizes, layer types, norms and RoPE are all there.
+
+    Raises:
+        CheckpointError: with the key's name.
+    """
+    for name in SIZES:
+        integer(payload, name)
+    for name in ("rms_norm_eps", "rope_theta"):
+        if not isinstance(payload.get(name), float | int):
+            raise CheckpointError(f"{name}={payload.get(name)!r} in config.json; a number is needed")
+    if section(payload, "rope_parameters").get("rope_theta") != payload["rope_theta"]:
+        raise CheckpointError(f"rope_parameters.rope_theta differs from rope_theta={payload['rope_theta']}")
+    if payload.get("layer_types") != ["full_attention"] * payload["num_hidden_layers"]:
+        raise CheckpointError(
+            f"layer_types={payload.get('layer_types')}: full_attention for each of the "
+            f"{payload['num_hidden_layers']} layers is needed"
+        )
+
+
+def check_ids(payload: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
+    """The mask, the tapped layers, and the ids that decoding excludes are in range.
+
+    Raises:
+        CheckpointError: with the key's name.
+    """
+    vocab, layers = payload["vocab_size"], payload["num_target_layers"]
+    mask_id = integer(dflash, "mask_token_id", "dflash_config.")
+    if not 0 <= mask_id < vocab:
+        raise CheckpointError(f"dflash_config.mask_token_id={mask_id} is outside the vocabulary of {vocab} rows")
+    ids: Any = dflash.get("target_layer_ids")
+    whole = isinstance(ids, list) and bool(ids) and all(type(k) is int for k in ids)
+    if not whole or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= layers - 2:
         raise CheckpointError(f"dflash_config.target_layer_ids={ids}: increasing ids in 0..{layers - 2} are needed")
-    if payload.get("dspine_config") is None:
-        raise CheckpointError("dspine_config is missing")
-    bridge = LAYOUTS[flavour].bridge
-    if bridge is not None:
-        found = dflash.get(BRIDGE)
-        if not found:
-            raise CheckpointError(f"dflash_config.{BRIDGE} is missing: the engine would serve a plain DFlash draft")
-        for key, field in bridge.items():
-            if found.get(key) != payload["dspine_config"].get(field):
-                raise CheckpointError(f"{BRIDGE}.{key}={found.get(key)!r} contradicts dspine_config.{field}")
-    elif BRIDGE in dflash:
-        raise CheckpointError(f"dflash_config.{BRIDGE} belongs to the sglang flavour, not to {architectures}")
-    return flavour
+    ours = section(payload, "dspine_config")
+    if missing := [name for name in DSpineSettings.model_fields if name not in ours]:
+        raise CheckpointError(f"dspine_config lacks {', '.join(missing)}")
+    integer(ours, "valid_vocab_size", "dspine_config.")
+    settings = parse_settings(ours)
+    try:
+        check_vocabulary(settings, vocab)
+    except ValueError as error:
+        raise CheckpointError(f"dspine_config: {error}") from error
+
+
+def parse_settings(values: Mapping[str, Any]) -> DSpineSettings:
+    """``dspine_config`` of a config.json.
+
+    Raises:
+        CheckpointError: a missing, unknown or wrong key, by name.
+    """
+    try:
+        return DSpineSettings.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise CheckpointError(f"dspine_config.{name}={problem['input']!r}: {problem['msg']}") from error
+
+
+def check_bridge(flavour: str, dflash: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """The bridge is there and agrees with ``dspine_config``; or the flavour has none.
+
+    Raises:
+        CheckpointError: with the bridge's key.
+    """
+    bridge, found = LAYOUTS[flavour].bridge, dflash.get(BRIDGE)
+    if bridge is None:
+        if found is not None:
+            raise CheckpointError(f"dflash_config.{BRIDGE} belongs to the sglang flavour, not to {flavour}")
+        return
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"dflash_config.{BRIDGE} is missing: the engine would serve a plain DFlash draft")
+    for key, field in bridge.items():
+        if found.get(key) != settings[field]:
+            raise CheckpointError(
+                f"dflash_config.{BRIDGE}.{key}={found.get(key)!r} contradicts dspine_config.{field}={settings[field]}"
+            )

@@ -22,7 +22,7 @@ from transformers import Qwen3Config
 from transformers.cache_utils import Cache
 
 from specforge_dspine.config import settings_of
-from specforge_dspine.formats import READY, TABLE
+from specforge_dspine.formats import READY, TABLE, check_tensors
 from specforge_dspine.injection import AdjacentCausalInjection
 from specforge_dspine.transfer import TransferSpace
 
@@ -69,13 +69,15 @@ class DSpineDraftModel(DFlashDraftModel):
         """Load an exported folder, strictly, the table in float32; otherwise as in transformers.
 
         Raises:
-            ValueError: a tensor is missing, unknown or of the wrong shape, with its name.
+            ValueError: a tensor is missing, unknown, of the wrong shape, not finite, or no code table, by name.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # so that they are reported, and refused here by name
         model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info.get(problem):
                 raise ValueError(f"{path}: {problem.replace('_', ' ')}: {sorted(map(str, info[problem]))}")
+        check_tensors(model.state_dict(), model.config)
         return (model, info) if wants_info else model
 
     @torch.no_grad()

@@ -5,18 +5,23 @@ samples × epochs → slots = steps · quantum,  quantum = ranks · batch_size �
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from specforge.algorithms.registry import AlgorithmRegistration
 from specforge.application import resolve_run
+from specforge.modeling.target.target_utils import load_target_config
 from specforge.runtime.data_plane.offline_reader import list_feature_files
 from specforge.training.model_loading import resolve_draft_config
-from specforge.training.schedule import resolve_online_total_steps, validate_fixed_accumulation_plan
+from specforge.training.schedule import validate_fixed_accumulation_plan
 from specforge.utils import get_device_type
 
+from specforge_dspine.capture import MANIFEST
 from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.recipe import Recipe, RecipeError
 from specforge_dspine.registration import dspine_registry
@@ -100,48 +105,78 @@ def meta_draft(draft_config: Any) -> DSpineDraftModel:
         return DSpineDraftModel(draft_config)
 
 
+@contextmanager
+def refused(where: str) -> Iterator[None]:
+    """What a library refuses as an error of the recipe, which says what the recipe's author can change."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except (ValueError, OSError) as error:
+        raise RecipeError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def check_path(key: str, path: str | None) -> None:
+    """A model may be a folder or a name on the hub; say so at once where only a folder can be meant.
+
+    Raises:
+        RecipeError: ``path`` is absolute, or in a folder that exists here, and does not exist itself.
+    """
+    if not path or Path(path).exists():
+        return
+    folder = Path(path).parent
+    if Path(path).is_absolute() or path.startswith((".", "~")) or (folder != Path() and folder.is_dir()):
+        raise RecipeError(
+            f"{key}={path!r}: no such folder; give one that holds a model, or a model's name on the hub"
+        )
+
+
 def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
     """Resolve ``recipe`` for ``ranks`` trainer processes.
 
     Raises:
         RecipeError: it cannot run as it is; the message says what would.
     """
-    host = recipe.host
+    host, training = recipe.host, recipe.host.training
     _check_device(recipe)
-    algorithm = resolve_run(host, dspine_registry(recipe.dspine)).algorithm
-    try:
+    for name in ("target_model_path", "draft_checkpoint_path", "draft_model_config"):
+        check_path(f"model.{name}", getattr(host.model, name))
+    with refused("training"):
+        algorithm = resolve_run(host, dspine_registry(recipe.dspine)).algorithm
+    with refused(f"model.target_model_path={host.model.target_model_path!r}"):
+        load_target_config(
+            host.model.target_model_path,
+            cache_dir=host.model.cache_dir,
+            trust_remote_code=host.model.trust_remote_code,
+        )
+    with refused("dspine.target_layer_ids"):
         target = TargetIdentity.from_config(
             host.model.target_model_path, recipe.dspine.target_layer_ids, host.model.torch_dtype
         )
-    except ValueError as error:
-        raise RecipeError(f"dspine.target_layer_ids or model.target_model_path: {error}") from error
-    draft_config = resolve_draft_config(host, provider=algorithm.providers.model.draft_config)
-    training = host.training
+    with refused("the draft's configuration"):
+        draft_config = resolve_draft_config(host, provider=algorithm.providers.model.draft_config)
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(draft_config, name) != getattr(target, name):
+            raise RecipeError(
+                f"the draft to start from has {name}={getattr(draft_config, name)}, the target "
+                f"{getattr(target, name)}: it was trained for another target"
+            )
     quantum = ranks * training.batch_size * training.accumulation_steps
     samples: Sequence[Sample] = ()
     files: Sequence[str] = ()
     if recipe.stream is not None:
-        samples = read_samples(
-            host.data.prompts_path, max_length=host.data.max_length, max_prompts=host.data.max_prompts
-        )
-        available = resolve_online_total_steps(
-            num_prompts=len(samples),
-            prompt_epochs=training.num_epochs,
-            dp_size=ranks,
-            batch_size=training.batch_size,
-            accumulation_steps=training.accumulation_steps,
-        )
-        if host.runtime.in_flight_low_watermark < quantum:
-            raise RecipeError(
-                f"runtime.in_flight_low_watermark={host.runtime.in_flight_low_watermark} is below one optimizer "
-                f"step of {quantum} samples; set it to at least {quantum}, and the high watermark above"
+        with refused(f"data.prompts_path={host.data.prompts_path!r}"):
+            samples = read_samples(
+                host.data.prompts_path, max_length=host.data.max_length, max_prompts=host.data.max_prompts
             )
+        available = len(samples) * training.num_epochs // quantum
     else:
         files = list_feature_files(host.data.hidden_states_path)
         if not files:
             raise RecipeError(f"data.hidden_states_path={host.data.hidden_states_path!r} holds no .ckpt files")
-        per_rank = -(-len(files) // ranks)
-        try:
+        check_features(Path(host.data.hidden_states_path), target)
+        per_rank = -(-len(files) // ranks)  # SpecForge's sampler repeats files so that all ranks have as many
+        with refused("training"):
             validate_fixed_accumulation_plan(
                 num_samples=per_rank,
                 batch_size=training.batch_size,
@@ -149,21 +184,55 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
                 num_epochs=training.num_epochs,
                 max_steps=training.max_steps,
             )
-        except ValueError as error:
-            raise RecipeError(str(error)) from error
         available = per_rank // training.batch_size * training.num_epochs // training.accumulation_steps
-    steps = min(training.max_steps or available, available)
-    if steps < 1:
-        raise RecipeError(f"the data yields no optimizer step of {quantum} samples; add data or epochs")
-    if training.max_steps and training.max_steps > available:
+    steps = training.max_steps or available
+    if available < 1:
         raise RecipeError(
-            f"training.max_steps={training.max_steps} needs {training.max_steps * quantum} samples; data × epochs "
-            f"give {available} steps: raise training.num_epochs"
+            f"the data yields no optimizer step: {max(len(samples), len(files))} samples × {training.num_epochs} "
+            f"epochs, and one step takes {quantum}; add data, or lower training.batch_size or accumulation_steps"
+        )
+    if steps > available:
+        raise RecipeError(
+            f"training.max_steps={steps} needs {steps * quantum} samples; data × epochs give {available} steps: "
+            "raise training.num_epochs, or give at most that"
+        )
+    watermark = host.runtime.in_flight_low_watermark
+    if recipe.stream is not None and watermark < quantum:
+        raise RecipeError(
+            f"runtime.in_flight_low_watermark={watermark} is below one optimizer step of {quantum} samples; set "
+            f"it to at least {quantum}, and the high watermark not below it"
         )
     total = training.total_steps or steps
     if total < steps:
         raise RecipeError(f"training.total_steps={total} is below the {steps} steps of this run")
-    return Plan(recipe, algorithm, target, draft_config, ranks, samples, files, steps, total)
+    plan = Plan(recipe, algorithm, target, draft_config, ranks, samples, files, steps, total)
+    settings = draft_config.dspine_config
+    if settings["alignment_warmup_steps"] is None:  # the draft that leaves the run says what was done
+        draft_config.dspine_config = settings | {"alignment_warmup_steps": plan.warmup_steps}
+    return plan
+
+
+def check_features(folder: Path, target: TargetIdentity) -> None:
+    """Were offline features captured from this target and these layers? Read from the manifest that
+    ``specforge_dspine.capture`` writes; features of another origin bring none, and are taken as they are.
+
+    Raises:
+        RecipeError: they were not, or the capture is not finished.
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return
+    content = json.loads(manifest.read_text(encoding="utf-8"))
+    if not content["complete"]:
+        raise RecipeError(f"data.hidden_states_path={str(folder)!r}: the capture is not complete; run it again")
+    for name in ("num_layers", "hidden_size", "vocab_size", "layers", "dtype"):
+        found, wanted = content["inputs"][name], getattr(target, name)
+        wanted = list(wanted) if isinstance(wanted, tuple) else wanted
+        if found != wanted:
+            raise RecipeError(
+                f"data.hidden_states_path={str(folder)!r} was captured with {name}={found}, this run has {wanted}; "
+                "capture anew, or correct model or dspine.target_layer_ids"
+            )
 
 
 def _check_device(recipe: Recipe) -> None:

@@ -16,19 +16,26 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from specforge.config import Config
+from specforge.config.schema import ModelConfig
 
 from specforge_dspine.config import DSpineOptions, StrictModel
 
 ALGORITHM = "dspine"
-HOST_SECTIONS = ("model", "data", "training", "tracking", "profiling", "runtime", "run_id", "output_dir")
+HOST_SECTIONS = ("model", "data", "training", "tracking", "runtime", "run_id", "output_dir")
+
+# Sections of SpecForge's recipes that mean nothing here.
+NO_SECTION = {
+    "deployment": "not read here; torchrun gives the trainer's topology, and stream: the servers",
+    "profiling": "not read here; remove it",
+}
 
 # SpecForge accepts these for every strategy; DSpine reads none of them, and a knob that does nothing misleads.
-NOT_READ = {
+NOT_READ: dict[str, dict[str, str | None]] = {
     "training": {
         "dspark_ce_loss_alpha": "dspine.ce_weight",
         "dspark_l1_loss_alpha": "dspine.ce_weight (ℓ1 gets 1 − ce_weight)",
@@ -47,8 +54,12 @@ NOT_READ = {
         "norm_before_residual": None,
         "compact_teacher": None,
         "compact_teacher_chunk_size": None,
+        "eval_interval": None,
+        "prompt_seed": "training.seed",
         "resume_from": "the command-line flag --resume",
         "role": None,
+        "sp_ring_size": None,
+        "sp_ulysses_size": None,
         "tp_size": "stream.managed.tp_size (the target's)",
     },
     "model": {
@@ -58,13 +69,26 @@ NOT_READ = {
         "vocab_mapping_path": None,
         "use_liger_kernel": None,
         "target_backend": None,
+        "shard_target_output": None,
+        "load_target_embedding": None,
+        "tokenizer_pad_token_id": None,
+        **{
+            name: "stream.managed.extra_args, in the server's own spelling"
+            for name in ModelConfig.model_fields
+            if name.startswith("sglang_")
+        },
     },
     "data": {
         "train_data_path": "data_prep.regenerate, then data.prompts_path: drafts learn from the target's own answers",
         "eval_data_path": None,
         "eval_hidden_states_path": None,
         "chat_template": "data_prep.regenerate",
+        "is_preformatted": None,
+        "train_only_last_turn": None,
+        "build_dataset_num_proc": None,
+        "cache_key": None,
     },
+    "runtime": {"producer_concurrency": "runtime.producer_lease (samples per capture call)"},
 }
 
 
@@ -79,7 +103,7 @@ class ManagedServerOptions(StrictModel):
     @model_validator(mode="after")
     def _one_device_per_shard(self) -> ManagedServerOptions:
         if self.devices and len(self.devices) != self.tp_size:
-            raise ValueError(f"stream.managed.devices={list(self.devices)} must name tp_size={self.tp_size} devices")
+            raise ValueError(f"devices={list(self.devices)} must name tp_size={self.tp_size} devices, or none (CPU)")
         return self
 
 
@@ -95,7 +119,9 @@ class StreamOptions(StrictModel):
     @model_validator(mode="after")
     def _servers_or_managed(self) -> StreamOptions:
         if bool(self.servers) == (self.managed is not None):
-            raise ValueError("stream needs exactly one of servers (a list of URLs) and managed (a section)")
+            raise ValueError(
+                "give exactly one of servers (a list of URLs) and managed (a section, {} for its defaults)"
+            )
         return self
 
 
@@ -105,21 +131,30 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A checked recipe: SpecForge's config, our two sections, and the resolved document they came from."""
+    """A checked recipe: SpecForge's config and our two sections."""
 
     host: Config
     dspine: DSpineOptions
     stream: StreamOptions | None
-    document: Mapping[str, Any]
 
     @property
     def run_dir(self) -> Path:
         return Path(self.host.output_dir)
 
+    def resolved(self) -> dict[str, Any]:
+        """The recipe with every default filled in; ``check_recipe`` reads it back as this recipe."""
+        host = self.host.model_dump(mode="json", include=set(HOST_SECTIONS))
+        for section, keys in NOT_READ.items():
+            host[section] = {key: value for key, value in host[section].items() if key not in keys}
+        ours = {"dspine": self.dspine.model_dump(mode="json")}
+        if self.stream is not None:
+            ours["stream"] = self.stream.model_dump(mode="json")
+        return {**host, **ours}
+
     def save(self, path: Path) -> None:
-        """Write the resolved document, atomically."""
+        """Write the resolved recipe, atomically."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(yaml.safe_dump(dict(self.document), sort_keys=False), encoding="utf-8")
+        partial.write_text(yaml.safe_dump(self.resolved(), sort_keys=False), encoding="utf-8")
         os.replace(partial, path)
 
 
@@ -127,14 +162,15 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = (), *, 
     """Read, override (``section.key=value``) and check a recipe.
 
     Raises:
-        RecipeError: not a mapping, an unknown key, a wrong value, or sections that contradict each other.
-        FileNotFoundError: no such file.
+        RecipeError: no such file, not a mapping, an unknown key, a wrong value, or sections that contradict each
+            other.
     """
-    text = Path(path).read_text(encoding="utf-8")
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from error
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"recipe {path}: {error.strerror}; recipes/ holds some to start from") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not YAML: {_one_line(error)}") from error
     if not isinstance(document, dict):
         raise RecipeError(f"{path} must be a mapping of sections, found {type(document).__name__}")
     for override in overrides:
@@ -145,9 +181,13 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = (), *, 
 def apply_override(document: dict[str, Any], override: str) -> None:
     """Set ``section.key=value`` in place; the value is read as YAML. Unknown keys are caught by the check."""
     dotted, separator, value = override.partition("=")
-    if not separator or not dotted:
+    *sections, key = names = dotted.split(".")
+    if not separator or not all(names):
         raise RecipeError(f"override {override!r} is not of the form section.key=value")
-    *sections, key = dotted.split(".")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override {override!r}: {value!r} is not YAML: {_one_line(error)}") from error
     node = document
     for section in sections:
         if node.get(section) is None:
@@ -155,16 +195,20 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         node = node[section]
         if not isinstance(node, dict):
             raise RecipeError(f"override {override!r}: {section} is a value, not a section")
-    node[key] = yaml.safe_load(value)
+    node[key] = parsed
 
 
 def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
-    """Validate a recipe document for ``world_size`` trainer processes."""
+    """Validate a recipe document for ``world_size`` trainer processes.
+
+    Raises:
+        RecipeError: as ``load_recipe``.
+    """
+    for section, why in NO_SECTION.items():
+        if section in document:
+            raise RecipeError(f"{section}: {why}")
     known = {name: Config.model_fields[name].annotation for name in HOST_SECTIONS}
-    schema: dict[str, Any] = {**known, "dspine": DSpineOptions, "stream": StreamOptions}
-    if "deployment" in document:
-        raise RecipeError("deployment: not read here; torchrun gives the trainer's topology and stream: the servers")
-    refuse_unknown(document, schema, "")
+    refuse_unknown(document, {**known, "dspine": DSpineOptions, "stream": StreamOptions}, "")
     for section, keys in NOT_READ.items():
         for key, instead in keys.items():
             if key in (document.get(section) or {}):
@@ -172,20 +216,36 @@ def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
                 raise RecipeError(f"{section}.{key}: DSpine does not read it{hint}")
     if document.get("dspine") is None:
         raise RecipeError("dspine: the section is missing; it holds the draft's shape and the method's options")
-    streamed = not (document.get("data") or {}).get("hidden_states_path")
-    try:
-        options = DSpineOptions.model_validate(document["dspine"])
-        stream = StreamOptions.model_validate(document["stream"]) if document.get("stream") else None
-        host = Config.model_validate(_host_document(document, streamed, world_size))
-    except ValidationError as error:
-        raise RecipeError(_readable(error)) from error
-    if streamed and stream is None:
+    data = document.get("data") or {}
+    streamed, offline = bool(data.get("prompts_path")), bool(data.get("hidden_states_path"))
+    if streamed == offline:
+        raise RecipeError(
+            "data: give exactly one of prompts_path (samples whose states are streamed from a server) and "
+            "hidden_states_path (a folder written by specforge_dspine.capture)"
+        )
+    if streamed and not document.get("stream"):
         raise RecipeError("stream: the section is missing; name servers, or managed, or set data.hidden_states_path")
-    if not streamed and stream is not None:
+    if offline and document.get("stream") is not None:
         raise RecipeError("stream: not used with data.hidden_states_path; remove one of the two")
+    options = _validated(DSpineOptions, document["dspine"], "dspine")
+    stream = _validated(StreamOptions, document["stream"], "stream") if streamed else None
+    host = _validated(Config, _host_document(document, streamed, world_size), "")
     if host.training.strategy != ALGORITHM:
         raise RecipeError(f"training.strategy={host.training.strategy!r}: this trainer runs {ALGORITHM!r}")
-    return Recipe(host=host, dspine=options, stream=stream, document=document)
+    if Path(host.run_id).name != host.run_id:
+        raise RecipeError(f"run_id={host.run_id!r}: checkpoints are named by it; give a name without slashes")
+    return Recipe(host=host, dspine=options, stream=stream)
+
+
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def _validated(model: type[Section], value: Any, path: str) -> Section:
+    """``value`` as ``model``; every problem is named by its path in the recipe, ``path`` being the section's."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise RecipeError("\n".join(_readable(problem, path) for problem in error.errors())) from error
 
 
 def _host_document(document: dict[str, Any], streamed: bool, world_size: int) -> dict[str, Any]:
@@ -222,8 +282,9 @@ def refuse_unknown(value: Any, schema: Any, path: str) -> None:
     for key, inner in value.items():
         dotted = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(fields))}"
+            useful = sorted(fields.keys() - NOT_READ.get(path, {}).keys())
+            near = difflib.get_close_matches(str(key), useful, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(useful)}"
             raise RecipeError(f"{dotted}: unknown key; {hint}")
         section = _section(fields[key])
         if section is not None:
@@ -238,9 +299,16 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _readable(error: ValidationError) -> str:
-    lines = []
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"]) or "recipe"
-        lines.append(f"{error.title} {where}={problem.get('input')!r}: {problem['msg']}")
-    return "\n".join(lines)
+def _readable(problem: Any, path: str) -> str:
+    """One line for one problem that pydantic found: key, value, and what is wrong with it."""
+    where = ".".join([path] * bool(path) + [str(part) for part in problem["loc"]])
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{where}: required, and not given"
+    if isinstance(problem["input"], Mapping):  # a rule between several keys: its message names them
+        return f"{where}: {message}" if where else message
+    return f"{where}={problem['input']!r}: {message}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -50,7 +50,14 @@ from specforge.runtime.contracts import TrainBatch
 from specforge.training.strategies.base import DraftTrainStrategy, StepContext, StepOutput
 from transformers import AutoTokenizer, PretrainedConfig
 
-from specforge_dspine.config import ARCHITECTURE, DSpineOptions, complete_draft_config
+from specforge_dspine.config import (
+    ARCHITECTURE,
+    DSpineOptions,
+    complete_draft_config,
+    complete_settings,
+    match_draft_config,
+    settings_of,
+)
 from specforge_dspine.curriculum import alignment_beta, draw_blocks, replacement_probability
 from specforge_dspine.host import build_dflash_family_model, build_registered_draft
 from specforge_dspine.model import DSpineDraftModel
@@ -155,13 +162,52 @@ def resume_contract(
 def populate_draft_config(
     options: DSpineOptions, payload: dict[str, Any], target: PretrainedConfig, config: Config
 ) -> None:
-    """SpecForge's seam for target-derived draft configs: fill in the recipe's draft."""
+    """SpecForge's seam for target-derived draft configs: fill in the recipe's draft.
+
+    Raises:
+        ValueError: no usable mask token, or a size that this target does not allow.
+    """
+    mask_id, ids = target_vocabulary(config, int(payload["vocab_size"]), config.model.mask_token_id)
+    complete_draft_config(payload, target, options, mask_id, ids)
+
+
+def apply_recipe(options: DSpineOptions, config: Config, draft_config: PretrainedConfig) -> None:
+    """SpecForge's seam after a draft config is resolved: one that came with weights must fit the recipe.
+
+    Raises:
+        ValueError: the draft has another shape or mask token than the recipe says.
+    """
+    if not (config.model.draft_model_config or config.model.draft_checkpoint_path):
+        return  # populate_draft_config made it
+    settings_of(draft_config)
+    dflash = getattr(draft_config, "dflash_config", None) or {}
+    if missing := {"mask_token_id", "target_layer_ids"} - dflash.keys():
+        raise ValueError(f"dflash_config of the draft to start from lacks {', '.join(sorted(missing))}")
+    found, wanted = dflash["mask_token_id"], config.model.mask_token_id
+    if wanted not in (None, found):
+        raise ValueError(f"model.mask_token_id={wanted}: the draft to start from was trained with {found}; give that")
+    rows = int(draft_config.vocab_size)
+    mask_id, ids = target_vocabulary(config, rows, found)
+    match_draft_config(draft_config, options, complete_settings(options, mask_id, rows, ids))
+
+
+def target_vocabulary(config: Config, rows: int, mask_id: int | None) -> tuple[int, tuple[list[int], int]]:
+    """The mask id, and what the target can emit (``vocabulary.emittable``), from the target's tokenizer.
+
+    Raises:
+        ValueError: the target's folder holds no tokenizer, or there is no usable mask token.
+    """
     tokenizer = AutoTokenizer.from_pretrained(
-        config.model.target_model_path, trust_remote_code=config.model.trust_remote_code
+        config.model.target_model_path,
+        cache_dir=config.model.cache_dir,
+        trust_remote_code=config.model.trust_remote_code,
     )
-    rows = int(payload["vocab_size"])
-    mask_id = resolve_mask_token(tokenizer, rows, config.model.mask_token_id)
-    complete_draft_config(payload, target, options, mask_id, emittable(tokenizer, rows, mask_id))
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one up where the files are missing
+        raise ValueError(
+            f"model.target_model_path={config.model.target_model_path!r} holds no tokenizer; save the target's there"
+        )
+    mask_id = resolve_mask_token(tokenizer, rows, mask_id)
+    return mask_id, emittable(tokenizer, rows, mask_id)
 
 
 def build_training_model(
@@ -272,6 +318,7 @@ def algorithm_providers(options: DSpineOptions) -> AlgorithmProviders:
                     num_hidden_layers=options.num_hidden_layers,
                     populate=partial(populate_draft_config, options),
                 ),
+                apply_overrides=partial(apply_recipe, options),
             ),
             build_draft=build_registered_draft,
             build_training_model=partial(build_training_model, options),

@@ -120,9 +120,21 @@ def checkpoint_step(path: str | None) -> int:
     return int(state["global_step"])
 
 
+@contextlib.contextmanager
+def refused_resume(resume_from: str | None) -> Iterator[None]:
+    """SpecForge refuses a checkpoint of another run with a ValueError: a fault of the recipe, not of the code."""
+    try:
+        yield
+    except ValueError as error:
+        if resume_from is None:
+            raise
+        raise RecipeError(str(error)) from error
+
+
 def run_offline(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_from: str | None) -> int:
     """Train from feature files; returns the optimizer steps taken."""
-    trainer = assembly.offline_trainer(plan, bundle, logger, rank=rank, resume_from=resume_from)
+    with refused_resume(resume_from):
+        trainer = assembly.offline_trainer(plan, bundle, logger, rank=rank, resume_from=resume_from)
     return int(trainer.fit())
 
 
@@ -144,9 +156,10 @@ def run_streamed(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_f
             streaming.append((assembly.Producer(plan, source, paths["channel"], slots), source))
 
         on_every_rank(rank, connect)
-        trainer = assembly.streamed_trainer(
-            plan, bundle, logger, paths=paths, resume_from=resume_from, start_step=start_step
-        )
+        with refused_resume(resume_from):
+            trainer = assembly.streamed_trainer(
+                plan, bundle, logger, paths=paths, resume_from=resume_from, start_step=start_step
+            )
         if not streaming:
             return int(trainer.fit())
         producer, source = streaming[0]
@@ -274,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         "--resume", action="store_true", help="continue the run in output_dir from its last checkpoint"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the recipe")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         recipe = load_recipe(args.recipe, args.overrides, world_size=ranks)

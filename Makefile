@@ -1,0 +1,42 @@
+# Set-up, demo and tests on a CPU machine: needs Python 3.11, pip and make.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: setup demo demo-long test test-fast check clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml $(wildcard requirements/*.txt) $(wildcard requirements/torchvision_standin/*.toml)
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/hosts.txt -r requirements/cpu.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps ./requirements/torchvision_standin
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
+	rm -rf requirements/torchvision_standin/build requirements/torchvision_standin/*.egg-info
+	touch $(READY)
+
+# The main job on a real small model: regenerate, stream, train, export, draft. About ten minutes on two quiet cores.
+demo: $(READY)
+	$(BIN)/python -m specforge_dspine.demo --recipe recipes/smollm2_cpu.yaml --out runs/demo
+
+# The same with a longer recipe: more prompts, more steps, three layers.
+demo-long: $(READY)
+	$(BIN)/python -m specforge_dspine.demo --recipe recipes/smollm2_cpu_long.yaml --out runs/demo-long --prompts 600
+
+test: $(READY)
+	$(PYTEST) tests
+
+# Without servers and without several ranks.
+test-fast: $(READY)
+	$(PYTEST) tests -m "not server and not ranks"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs cache

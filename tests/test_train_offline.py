@@ -1,0 +1,147 @@
+"""Whole runs from offline features: one and two ranks, refusal, exact resume, the folder a run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from features import write_features
+from small import save_tokenizer, tiny_recipe, write_samples
+from targets import build_qwen3
+
+from specforge_dspine.export import load_draft
+from specforge_dspine.train import main
+
+LAYERS = [0, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny target, its tokenizer and 16 feature files."""
+    root = tmp_path_factory.mktemp("offline")
+    build_qwen3(root / "target")
+    save_tokenizer(root / "target")
+    write_samples(root / "samples.jsonl", 16)
+    write_features(root / "target", root / "samples.jsonl", root / "features", LAYERS)
+    return root
+
+
+def write_recipe(world: Path, run: Path, **training: object) -> Path:
+    document = tiny_recipe(
+        world / "target",
+        run,
+        data={"hidden_states_path": str(world / "features")},
+        training={"max_steps": 4, "total_steps": 4, "save_interval": 2} | training,
+        tracking={"report_to": "tensorboard"},
+    )
+    path = run.parent / f"{run.name}.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def torchrun(ranks: int, recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)),
+            *("-m", "specforge_dspine.train", "--recipe", str(recipe), *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(world: Path) -> Path:
+    run = world / "run"
+    assert main(["--recipe", str(write_recipe(world, run))]) == 0
+    return run
+
+
+def test_a_run_leaves_metrics_recipe_checkpoints_tensorboard_and_exports(finished: Path) -> None:
+    steps = metrics(finished)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        assert line["rows"] > 0 and line["ce"] > 0 and line["grad_norm"] > 0
+        assert {"refined_accuracy", "refined_tau", "coverage", "candidate_mass", "lambda", "align_1"} <= line.keys()
+    assert steps[0]["lambda"] == 0 and steps[-1]["lambda"] == pytest.approx(0.5 * steps[-1]["ce"], rel=1e-5)
+    assert yaml.safe_load((finished / "recipe.yaml").read_text())["run_id"] == "tiny"
+    assert (finished / "tiny-step2").is_dir() and (finished / "tiny-step4").is_dir()
+    assert list(finished.rglob("events.out.tfevents*"))
+    for flavour in ("sglang", "specforge"):
+        draft = load_draft(finished / "export" / flavour)
+        assert draft.transfer_codes.dtype is torch.float32
+
+
+def test_logged_loss_is_the_sum_of_its_parts(finished: Path) -> None:
+    for line in metrics(finished):
+        backbone = 0.1 * line["ce"] + 0.9 * line["l1"]
+        refinement = 0.1 * line["refined_ce"] + 0.9 * line["refined_l1"]
+        align = line["lambda"] * (line["align_0"] + line["align_1"])
+        assert line["loss"] == pytest.approx(backbone + refinement + align, rel=1e-4)
+
+
+def test_exported_weights_are_the_checkpoints(finished: Path) -> None:
+    state = torch.load(finished / "tiny-step4" / "training_state.pt", weights_only=False)["draft_state_dict"]
+    draft = load_draft(finished / "export" / "specforge").state_dict()
+    assert state.keys() == draft.keys()
+    assert all(torch.equal(state[name], draft[name]) for name in state)
+    written = [draft[f"injection.writes.{i}.weight"].abs().max() for i in range(2)]
+    assert all(value > 0 for value in written), "training has moved the injection from its identity"
+
+
+def test_a_used_directory_is_refused(world: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert main(["--recipe", str(world / "run.yaml")]) == 2
+    assert "already holds a run; continue it with --resume" in capsys.readouterr().err
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_needs_a_run(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--recipe", str(write_recipe(world, world / "none")), "--resume"]) == 2
+    assert "holds no run to resume" in capsys.readouterr().err
+
+
+def test_resume_repeats_the_uninterrupted_run_bit_for_bit(world: Path, finished: Path) -> None:
+    run = world / "halves"
+    recipe = write_recipe(world, run)
+    assert main(["--recipe", str(recipe), "training.max_steps=2"]) == 0
+    assert main(["--recipe", str(recipe), "--resume"]) == 0
+    whole, halves = metrics(finished), metrics(run)
+    assert [line["step"] for line in halves] == [1, 2, 3, 4]
+    for ours, theirs in zip(halves, whole, strict=True):
+        for name in ("loss", "ce", "l1", "refined_ce", "refined_l1", "align_0", "grad_norm", "replaced_share"):
+            assert ours[name] == theirs[name], (ours["step"], name)
+
+
+def test_resume_under_another_objective_is_refused(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = world / "changed"
+    recipe = write_recipe(world, run)
+    assert main(["--recipe", str(recipe), "training.max_steps=2"]) == 0
+    assert main(["--recipe", str(recipe), "--resume", "dspine.ce_weight=0.2"]) == 2
+    message = capsys.readouterr().err
+    assert "dspine_options" in message and "'0.2'" in message
+
+
+@pytest.mark.ranks
+def test_two_ranks_share_the_data(world: Path) -> None:
+    """16 files, 2 ranks × 2: two steps an epoch-half; every rank logs nothing but rank 0's reduced numbers."""
+    run = world / "ranks"
+    recipe = write_recipe(world, run, max_steps=3, total_steps=3)
+    done = torchrun(2, recipe)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = metrics(run)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["blocks"] == 24 / 2 for line in steps)  # a mean over ranks of 2 sequences × 6 anchors
+    assert load_draft(run / "export" / "sglang") is not None

@@ -1,0 +1,182 @@
+"""Whole runs that stream from a real SGLang server on the CPU: own servers, bad records, kills, two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from small import save_tokenizer, tiny_recipe, write_samples
+from targets import build_llama, build_qwen3
+
+from specforge_dspine.export import load_draft
+
+pytestmark = pytest.mark.server
+
+POISON = 77
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets of both shapes, one of them with a token that makes states NaN, and samples."""
+    root = tmp_path_factory.mktemp("streamed")
+    for name, build in (("qwen3", build_qwen3), ("llama", build_llama)):
+        save_tokenizer(build(root / name))
+    save_tokenizer(build_qwen3(root / "poisoned", poisoned_token=POISON))
+    write_samples(root / "samples.jsonl", 24)
+    return root
+
+
+def write_recipe(world: Path, run: str, target: str, samples: str = "samples.jsonl", **sections: dict) -> Path:  # type: ignore[type-arg]
+    document = tiny_recipe(
+        world / target,
+        world / run,
+        data={"prompts_path": str(world / samples)},
+        stream={"managed": {}} | sections.pop("stream", {}),
+        runtime={"producer_lease": 4, "in_flight_high_watermark": 8, "in_flight_low_watermark": 4},
+        **sections,
+    )
+    path = world / f"{run}.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+def command(recipe: Path, *arguments: str, ranks: int = 1) -> list[str]:
+    launch = ["-m"]
+    if ranks > 1:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"]
+    return [sys.executable, *launch, "specforge_dspine.train", "--recipe", str(recipe), *arguments]
+
+
+def train(recipe: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(recipe, *arguments, ranks=ranks),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Living processes whose command line or environment names the run's directory (its server, its guard)."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), *process.environ().values()]
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if any(str(run) in word for word in words) and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def wait_until_gone(run: Path, seconds: float) -> float:
+    started = time.monotonic()
+    while processes_of(run):
+        assert time.monotonic() - started < seconds, [p.cmdline() for p in processes_of(run)]
+        time.sleep(0.2)
+    return time.monotonic() - started
+
+
+def test_streamed_run_over_a_tied_head(world: Path) -> None:
+    """The whole path on a Llama-shaped target: proof, stream, deletion after use, export."""
+    run = world / "run"
+    done = train(write_recipe(world, "run", "llama"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "stream proven" in done.stdout
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
+    delivered = [json.loads(line) for line in (run / "delivered.jsonl").read_text().splitlines()]
+    assert [entry["position"] for entry in delivered] == list(range(8))
+    assert all(entry["sample"].startswith("e0000-") for entry in delivered)
+    report = json.loads((run / "stream.json").read_text())
+    assert report["dropped"] == [] and report["delivered"] == 8 and report["unused_samples"] == 16
+    assert not list(run.rglob("*.ckpt")), "records are deleted after use"
+    assert not processes_of(run)
+    assert load_draft(run / "export" / "sglang").transfer_codes.shape == (256, 16)
+
+
+def test_streamed_resume_continues_the_plan(world: Path) -> None:
+    """Stopped after two steps and resumed: the same losses as the uninterrupted run, bit for bit."""
+    recipe = write_recipe(world, "halves", "llama", training={"total_steps": 4})
+    first = train(recipe, "training.max_steps=2")
+    assert first.returncode == 0, first.stderr[-3000:]
+    second = train(recipe, "--resume")
+    assert second.returncode == 0, second.stderr[-3000:]
+    whole, halves = metrics(world / "run"), metrics(world / "halves")
+    assert [line["step"] for line in halves] == [1, 2, 3, 4]
+    for ours, theirs in zip(halves, whole, strict=True):
+        for name in ("loss", "ce", "refined_ce", "grad_norm"):
+            assert ours[name] == theirs[name], (ours["step"], name)
+
+
+def test_bad_records_are_dropped_named_and_replaced(world: Path) -> None:
+    """Samples with the poisoned token yield NaN states: the run still takes its planned steps without them."""
+    lines = [json.loads(line) for line in (world / "samples.jsonl").read_text().splitlines()]
+    for index, sample in enumerate(lines):
+        ids = [3 if token == POISON else token for token in sample["input_ids"]]
+        sample["input_ids"] = [*ids[:10], POISON, *ids[11:]] if index % 4 == 0 else ids
+    (world / "poisoned.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in lines))
+    recipe = write_recipe(world, "poisoned-run", "poisoned", "poisoned.jsonl", training={"max_steps": 6})
+    done = train(recipe)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = world / "poisoned-run"
+    assert len(metrics(run)) == 6
+    report = json.loads((run / "stream.json").read_text())
+    assert 1 <= len(report["dropped"]) <= 6
+    assert all("hidden_states is nan at token" in reason for reason in report["dropped"])
+    assert "dropped record 1: sample" in done.stderr + done.stdout
+
+    limited = write_recipe(
+        world, "limited", "poisoned", "poisoned.jsonl", training={"max_steps": 6}, stream={"max_dropped": 0}
+    )
+    failed = train(limited)
+    assert failed.returncode != 0
+    assert "1 bad records, stream.max_dropped=0" in failed.stderr
+    assert not processes_of(world / "limited")
+
+
+@pytest.mark.ranks
+def test_two_ranks_stream_from_one_server(world: Path) -> None:
+    recipe = write_recipe(world, "ranks", "qwen3", training={"max_steps": 3})
+    done = train(recipe, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = world / "ranks"
+    assert len(metrics(run)) == 3
+    assert len((run / "delivered.jsonl").read_text().splitlines()) == 12
+    assert not list(run.rglob("*.ckpt")) and not processes_of(run)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_an_ended_run_leaves_no_process(world: Path, how: signal.Signals) -> None:
+    """Ended in the middle of training; a killed run's server notices within 10 seconds."""
+    name = f"ended-{how.name}"
+    run = world / name
+    recipe = write_recipe(world, name, "qwen3", training={"max_steps": 480, "num_epochs": 40})
+    with open(world / f"{name}.log", "w") as log:
+        process = subprocess.Popen(command(recipe), stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        deadline = time.monotonic() + 240
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+            assert process.poll() is None, (world / f"{name}.log").read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert processes_of(run), "the server is ours and alive"
+        process.send_signal(how)
+        code = process.wait(timeout=60)
+    wait_until_gone(run, 10.0)
+    assert not (run / "export").exists()
+    if how is not signal.SIGKILL:
+        assert code == 128 + how
+        assert "continue with --resume" in (world / f"{name}.log").read_text()
+        assert not list(run.rglob("*.ckpt"))
