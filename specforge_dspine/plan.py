@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from specforge.training.model_loading import resolve_draft_config
 from specforge.training.schedule import validate_fixed_accumulation_plan
 from specforge.utils import get_device_type
 
-from specforge_dspine.capture import MANIFEST
+from specforge_dspine.capture import MANIFEST, fingerprint
 from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.recipe import Recipe, RecipeError
 from specforge_dspine.registration import dspine_registry
@@ -213,26 +213,29 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
 
 
 def check_features(folder: Path, target: TargetIdentity) -> None:
-    """Were offline features captured from this target and these layers? Read from the manifest that
-    ``specforge_dspine.capture`` writes; features of another origin bring none, and are taken as they are.
+    """A folder that ``specforge_dspine.capture`` wrote says what it holds; it must be this recipe's. Of features of
+    another origin, widths, dtype and finiteness are checked as batches arrive.
 
     Raises:
-        RecipeError: they were not, or the capture is not finished.
+        RecipeError: they were captured from another target or other layers, or the capture is not finished.
     """
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
+    path = folder / MANIFEST
+    if not path.is_file():
         return
-    content = json.loads(manifest.read_text(encoding="utf-8"))
-    if not content["complete"]:
-        raise RecipeError(f"data.hidden_states_path={str(folder)!r}: the capture is not complete; run it again")
-    for name in ("num_layers", "hidden_size", "vocab_size", "layers", "dtype"):
-        found, wanted = content["inputs"][name], getattr(target, name)
-        wanted = list(wanted) if isinstance(wanted, tuple) else wanted
-        if found != wanted:
-            raise RecipeError(
-                f"data.hidden_states_path={str(folder)!r} was captured with {name}={found}, this run has {wanted}; "
-                "capture anew, or correct model or dspine.target_layer_ids"
-            )
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    expected = json.loads(json.dumps(asdict(target)))  # tuples become lists, as in the file
+    del expected["model_path"]  # the content tells models apart, wherever they lie
+    if Path(target.model_path).is_dir():
+        expected["model_fingerprint"] = fingerprint(Path(target.model_path))
+    found = manifest["inputs"]
+    differing = [f"{k}: there {found.get(k)!r}, here {v!r}" for k, v in expected.items() if found.get(k) != v]
+    if differing:
+        raise RecipeError(
+            f"data.hidden_states_path={str(folder)!r} was captured from another target or other layers "
+            f"({'; '.join(differing)}); capture again with python -m specforge_dspine.capture, or correct the recipe"
+        )
+    if not manifest["complete"]:
+        raise RecipeError(f"{path}: the capture was not finished; run the same command again to continue it")
 
 
 def _check_device(recipe: Recipe) -> None:

@@ -1,10 +1,13 @@
 """Recipes: one YAML file of SpecForge's own sections, beside ``dspine:`` and ``stream:``, which are ours.
 
     model: {target_model_path: .., torch_dtype: ..}      SpecForge's sections, as its docs describe them
-    data: {prompts_path: .. | hidden_states_path: ..}
+    data: {prompts_path: .. , hidden_states_path: ..}
     training: {..}   tracking: {..}   runtime: {..}   run_id: ..   output_dir: ..
     dspine: {..}     the draft and the method (config.DSpineOptions)
-    stream: {..}     where the target's states come from (StreamOptions); absent with hidden_states_path
+    stream: {..}     where the target's states come from (StreamOptions)
+
+``data.hidden_states_path`` alone turns a streamed recipe into an offline one: ``data.prompts_path`` and ``stream:``
+are then not used.
 
 Unknown keys anywhere are refused with the nearest known name, on the command line too.
 """
@@ -217,16 +220,14 @@ def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
     if document.get("dspine") is None:
         raise RecipeError("dspine: the section is missing; it holds the draft's shape and the method's options")
     data = document.get("data") or {}
-    streamed, offline = bool(data.get("prompts_path")), bool(data.get("hidden_states_path"))
-    if streamed == offline:
+    streamed = not data.get("hidden_states_path")
+    if streamed and not data.get("prompts_path"):
         raise RecipeError(
-            "data: give exactly one of prompts_path (samples whose states are streamed from a server) and "
-            "hidden_states_path (a folder written by specforge_dspine.capture)"
+            "data: give prompts_path (samples whose states are streamed from a server) or hidden_states_path "
+            "(a folder written by specforge_dspine.capture)"
         )
     if streamed and not document.get("stream"):
         raise RecipeError("stream: the section is missing; name servers, or managed, or set data.hidden_states_path")
-    if offline and document.get("stream") is not None:
-        raise RecipeError("stream: not used with data.hidden_states_path; remove one of the two")
     options = _validated(DSpineOptions, document["dspine"], "dspine")
     stream = _validated(StreamOptions, document["stream"], "stream") if streamed else None
     host = _validated(Config, _host_document(document, streamed, world_size), "")
@@ -255,6 +256,8 @@ def _host_document(document: dict[str, Any], streamed: bool, world_size: int) ->
     training = dict(host.get("training") or {})
     training.setdefault("strategy", ALGORITHM)
     host["training"] = training
+    if not streamed:
+        host["data"] = {key: value for key, value in host["data"].items() if key != "prompts_path"}
     if streamed:
         training["role"] = "consumer"
         host["deployment"] = {
@@ -262,7 +265,7 @@ def _host_document(document: dict[str, Any], streamed: bool, world_size: int) ->
             "trainer": {"nproc_per_node": world_size},
             "disaggregated": {
                 "backend": "mooncake",
-                "control_dir": str(Path(document.get("output_dir", "./output")) / "stream"),
+                "control_dir": f"{document.get('output_dir')}/stream",  # never read: assembly.stream_paths
             },
         }
     return host

@@ -61,7 +61,7 @@ from specforge_dspine.config import (
 from specforge_dspine.curriculum import alignment_beta, draw_blocks, replacement_probability
 from specforge_dspine.host import build_dflash_family_model, build_registered_draft
 from specforge_dspine.model import DSpineDraftModel
-from specforge_dspine.recipe import ALGORITHM
+from specforge_dspine.recipe import ALGORITHM, RecipeError
 from specforge_dspine.training_model import DSpineTrainingModel
 from specforge_dspine.transfer import cached_transfer_space
 from specforge_dspine.vocabulary import emittable, resolve_mask_token
@@ -70,6 +70,7 @@ logger = logging.getLogger(__name__)
 
 FEATURES = frozenset({"input_ids", "loss_mask", "hidden_states", "target_last_hidden_states"})
 NORMALIZER_ID = "dspine_offline_v1"
+MAX_BAD_SAMPLES = 64  # samples with non-finite states that are left out before a run stops
 LONGEST = 1 << 31  # streamed records were cut to data.max_length when their prompts were read
 
 
@@ -97,6 +98,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         inner = model if isinstance(model, DSpineTrainingModel) else model.module
         assert isinstance(inner, DSpineTrainingModel)
         self.inner = inner
+        self.bad_samples: list[str] = []
 
     def trainable_module(self) -> torch.nn.Module:
         return self.model
@@ -109,6 +111,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
             ValueError: a feature is missing, or the schedule's horizon is unknown.
         """
         self.validate_batch(batch)
+        self.leave_out_bad_samples(batch)
         if ctx is None or not ctx.total_steps:
             raise ValueError("total_steps is unknown: the curriculum and the gate need a schedule's horizon")
         settings = self.inner.draft_model.settings
@@ -136,6 +139,42 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         }
         mean = loss.numerator.detach() / loss.denominator.clamp_min(1e-12)
         return StepOutput(loss=mean, metrics={}, ratio_metrics=parts, loss_terms=(loss.numerator, loss.denominator))
+
+    def validate_batch(self, batch: TrainBatch) -> None:
+        """SpecForge checks names; the widths of DFlash-family features are ours to check.
+
+        Raises:
+            RecipeError: a feature of another width or dtype than this target and these taps give.
+            ValueError: a feature is missing.
+        """
+        super().validate_batch(batch)
+        taps, hidden = self.inner.draft_model.fc.in_features, self.inner.draft_model.fc.out_features
+        for name, width in (("hidden_states", taps), ("target_last_hidden_states", hidden)):
+            value = batch.tensors[name]
+            if value.shape[-1] != width or value.dtype != self.inner.lm_head.weight.dtype:
+                raise RecipeError(
+                    f"{name} of {batch.sample_ids} is {value.shape[-1]} wide in {value.dtype}; this target and "
+                    f"dspine.target_layer_ids give {width} in {self.inner.lm_head.weight.dtype}: capture it again"
+                )
+
+    def leave_out_bad_samples(self, batch: TrainBatch) -> None:
+        """Samples whose states are not finite supervise nothing: named, counted, and tolerated up to a limit.
+
+        Raises:
+            RuntimeError: more than ``MAX_BAD_SAMPLES`` of them.
+        """
+        for name in ("hidden_states", "target_last_hidden_states"):
+            states = batch.tensors[name]
+            for row in (~torch.isfinite(states).flatten(1).all(dim=1)).nonzero().flatten().tolist():
+                logger.warning("left out: %s of sample %s is not finite", name, batch.sample_ids[row])
+                self.bad_samples.append(batch.sample_ids[row])
+                for feature in ("hidden_states", "target_last_hidden_states", "loss_mask"):
+                    batch.tensors[feature][row] = 0
+        if len(self.bad_samples) > MAX_BAD_SAMPLES:
+            raise RuntimeError(
+                f"{len(self.bad_samples)} samples were not finite (at most {MAX_BAD_SAMPLES} are left out), "
+                f"the last: {self.bad_samples[-1]}; capture the features again"
+            )
 
     def checkpoint_state_filter(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The draft's own tensors, names as in the exported checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +146,64 @@ def test_two_ranks_share_the_data(world: Path) -> None:
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(line["blocks"] == 24 / 2 for line in steps)  # a mean over ranks of 2 sequences × 6 anchors
     assert load_draft(run / "export" / "sglang") is not None
+
+
+def test_one_override_turns_a_streamed_recipe_offline(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = tiny_recipe(
+        world / "target",
+        world / "streamed",
+        data={"prompts_path": str(world / "samples.jsonl")},
+        stream={"managed": {}},
+    )
+    (world / "streamed.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    recipe = str(world / "streamed.yaml")
+    assert main(["--recipe", recipe, "--plan", f"data.hidden_states_path={world / 'features'}"]) == 0
+    assert f"offline features in {world / 'features'}" in capsys.readouterr().out
+
+
+def test_splitting_a_batch_does_not_change_the_step(world: Path) -> None:
+    """Σ numerators / Σ weights: 1 × 4 and 4 × 1 take the same first step, to float32 (speculators#942).
+
+    With "shared" and without the gate, whose scope is the micro-batch.
+    """
+    runs = {}
+    for name, sizes in (("whole", (4, 1)), ("split", (1, 4))):
+        recipe = write_recipe(
+            world, world / name, batch_size=sizes[0], accumulation_steps=sizes[1], max_steps=2, total_steps=2
+        )
+        options = ["dspine.normalization=shared", "dspine.alignment_weight=0"]
+        assert main(["--recipe", str(recipe), *options]) == 0
+        runs[name] = metrics(world / name)
+    for whole, split in zip(runs["whole"], runs["split"], strict=True):
+        for field in ("loss", "ce", "l1", "grad_norm", "refined_accuracy", "refined_tau"):
+            assert split[field] == pytest.approx(whole[field], rel=1e-5), field
+
+
+@pytest.fixture
+def damaged(world: Path, tmp_path: Path) -> Path:
+    """The features with one NaN in the final state of one file."""
+    folder = tmp_path / "features"
+    folder.mkdir()
+    for index, file in enumerate(sorted((world / "features").iterdir())):
+        record = torch.load(file)
+        if index == 3:
+            record["target_last_hidden_states"][0, 12, 5] = torch.nan
+        torch.save(record, folder / file.name)
+    return folder
+
+
+def test_non_finite_features_are_left_out_and_named(
+    world: Path, damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """speculators#615: one NaN state must not reach the loss."""
+    recipe = write_recipe(world, tmp_path / "run", max_steps=8, total_steps=8)
+    assert main(["--recipe", str(recipe), f"data.hidden_states_path={damaged}"]) == 0
+    assert all(line["loss"] == line["loss"] and line["loss"] is not None for line in metrics(tmp_path / "run"))
+    bad = sorted(file.stem for file in damaged.iterdir())[3]
+    assert f"left out: target_last_hidden_states of sample e0000-{bad}" in caplog.text
+
+
+def test_features_of_other_taps_are_refused(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(world, tmp_path / "run")
+    assert main(["--recipe", str(recipe), "dspine.target_layer_ids=[0, 2]"]) == 2
+    assert re.search(r"hidden_states of .* is 192 wide .* give 128", capsys.readouterr().err)
