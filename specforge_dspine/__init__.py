@@ -13,5 +13,9 @@ Shape legend, used in every docstring of this package (the paper's letters):
 """
 
 from specforge_dspine.version import VERSION as __version__
+from specforge_dspine.version import installed, require
+
+if installed("specforge"):  # none is needed where only the capture plugin runs, inside a server
+    require("specforge")
 
 __all__ = ["__version__"]

@@ -109,7 +109,7 @@ def write_checkpoint(
     partial.mkdir(parents=True)
     try:
         for file, stored in files.items():
-            save_file(stored, partial / file, metadata={"format": "pt", "specforge_dspine": VERSION})
+            save_file(stored, partial / file, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
         (partial / CARD).write_text(model_card(payload, flavour), encoding="utf-8")
         written, _ = read_checkpoint(partial)

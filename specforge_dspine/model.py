@@ -41,6 +41,7 @@ class DSpineDraftModel(DFlashDraftModel):
     """DFlash backbone + ``injection`` + the fixed code table (buffers ``transfer_codes``, ``transfer_ready``)."""
 
     config_class = Qwen3Config
+    base_model_prefix = ""  # Qwen3's "model" would let a tensor named model.X pass for X
 
     def __init__(self, config: Qwen3Config, dflash_kernels: DFlashKernels | None = None) -> None:
         super().__init__(config, dflash_kernels)

@@ -12,22 +12,25 @@ VERSION = "0.1.0"
 SUPPORTED = {"specforge": ">=0.2,<0.3", "sglang": ">=0.5.14,<0.6"}
 
 
+def installed(distribution: str) -> str | None:
+    """The installed version of ``distribution``, None if there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
 def require(distribution: str) -> str:
     """The installed version of ``distribution`` ("specforge" or "sglang").
 
     Raises:
         RuntimeError: it is not installed, or its version is outside the window in ``SUPPORTED``.
     """
-    window = SUPPORTED[distribution]
-    try:
-        found = version(distribution)
-    except PackageNotFoundError:
+    found, window = installed(distribution), SUPPORTED[distribution]
+    if found is None or found not in SpecifierSet(window, prereleases=True):
+        state = "is not installed" if found is None else f"{found} is not supported"
         raise RuntimeError(
-            f"{distribution} is not installed; specforge-dspine {VERSION} needs {distribution}{window}"
-        ) from None
-    if found not in SpecifierSet(window, prereleases=True):
-        raise RuntimeError(
-            f"{distribution} {found} is not supported by specforge-dspine {VERSION}, which works with "
-            f"{distribution}{window}: install such a version"
+            f"{distribution} {state}: specforge-dspine {VERSION} works with {distribution}{window}; "
+            f'pip install "{distribution}{window}"'
         )
     return found

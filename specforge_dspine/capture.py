@@ -1,0 +1,289 @@
+"""Writes SpecForge's offline features: one record per training sample, captured by the streaming plugin.
+
+    python -m specforge_dspine.capture --target DIR --samples FILE.jsonl --layers 1,9,17 --out DIR \\
+        [--server URL | --device cpu|0|0,1] [--dtype float32] [--batch 8] [--max-length N]
+
+Each line of the samples file holds at least ``input_ids`` and ``loss_mask``, two lists of S integers. The
+folder gets ``<name>.ckpt`` files (format: ``stream.record``; the name is the sample's content) and
+``manifest.json``. Everything the features depend on is in the manifest, so the command run again continues
+where it stopped, and refuses a folder that was written from anything else. Samples that cannot be captured
+are dropped, counted and named, up to ``--max-dropped``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
+from tqdm import tqdm
+
+from specforge_dspine.stream.client import SGLangClient, StreamProofError
+from specforge_dspine.stream.record import RecordError, Sample, TargetIdentity, sample_name
+from specforge_dspine.stream.server import ManagedServer, ServerFailed, parse_ids
+from specforge_dspine.version import VERSION
+
+MANIFEST = "manifest.json"
+PROBE_TOKENS = 64
+
+
+class CaptureStopped(RuntimeError):
+    """The capture cannot go on; the message says why and what to do."""
+
+
+def read_samples(path: Path, vocab_size: int, max_length: int | None) -> tuple[list[Sample], list[dict[str, str]]]:
+    """Samples of a JSONL file, named by content, and a note on every line that holds none.
+
+    Sequences are cut after ``max_length`` tokens, which changes nothing for the tokens before. A sample
+    that occurs again gets its name with "-1", "-2", … behind it. Each note has the keys ``sample`` (the
+    line) and ``reason``.
+    """
+    samples: list[Sample] = []
+    dropped: list[dict[str, str]] = []
+    seen: Counter[str] = Counter()
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                ids, mask = _parse_line(line, vocab_size, max_length)
+            except ValueError as error:
+                dropped.append({"sample": f"line {number}", "reason": str(error)})
+                continue
+            name = sample_name(ids, mask)
+            suffix = f"-{seen[name]}" if seen[name] else ""
+            seen[name] += 1
+            samples.append(Sample(name + suffix, ids, mask))
+    return samples, dropped
+
+
+def _parse_line(line: str, vocab_size: int, max_length: int | None) -> tuple[list[int], list[int]]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    ids, mask = _integers(row, "input_ids"), _integers(row, "loss_mask")
+    Sample("unnamed", ids, mask)  # raises for unequal lengths and foreign mask values
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"input_ids from {min(ids)} to {max(ids)}, but the target knows 0 to {vocab_size - 1}")
+    ids, mask = ids[:max_length], mask[:max_length]
+    if 1 not in mask:
+        raise ValueError("no token to train on" + (f" within {max_length} tokens" if max_length else ""))
+    return ids, mask
+
+
+def _integers(row: Any, key: str) -> list[int]:
+    values = row.get(key) if isinstance(row, dict) else None
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise ValueError(f"{key} must be a list of integers")
+    return values
+
+
+def fingerprint(model_path: Path) -> str:
+    """SHA-256 over a model directory's config and, per weight file, its name, size and 16 sampled blocks.
+
+    Training changes weights everywhere, so samples tell checkpoints apart without reading them whole.
+    """
+    digest = hashlib.sha256()
+    for path in [model_path / "config.json", *sorted(model_path.glob("*.safetensors"))]:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for k in range(16):
+                file.seek(size * k // 16)
+                digest.update(file.read(1 << 16))
+    return digest.hexdigest()
+
+
+class FeatureFolder:
+    """The output folder: its manifest, what it holds already, and what was dropped.
+
+    Raises:
+        CaptureStopped: the folder belongs to other inputs (what differs is named), or is no feature folder.
+    """
+
+    def __init__(self, path: Path, inputs: dict[str, Any]) -> None:
+        self.path = path
+        self.dropped: list[dict[str, str]] = []
+        self._inputs = json.loads(json.dumps(inputs))  # tuples become lists, as in the file
+        path.mkdir(parents=True, exist_ok=True)
+        manifest = path / MANIFEST
+        if manifest.exists():
+            self._compare(json.loads(manifest.read_text())["inputs"])
+        elif any(path.iterdir()):
+            raise CaptureStopped(f"{path} is not empty and has no {MANIFEST}: choose a new --out folder")
+
+    def _compare(self, found: dict[str, Any]) -> None:
+        differing = [
+            f"{key}: there {found.get(key)!r}, now {self._inputs.get(key)!r}"
+            for key in sorted(found.keys() | self._inputs.keys())
+            if found.get(key) != self._inputs.get(key)
+        ]
+        if differing:
+            raise CaptureStopped(
+                f"{self.path} was captured from other inputs ({'; '.join(differing)}); choose a new --out "
+                "folder, or delete this one"
+            )
+
+    def has(self, sample: Sample) -> bool:
+        return self._file(sample).exists()
+
+    def add(self, sample: Sample, record: Path) -> None:
+        """Moves a checked record here, under the sample's name."""
+        try:
+            os.replace(record, self._file(sample))
+        except OSError:  # the server's directory is on another file system
+            temporary = self.path / f".{sample.name}.tmp"
+            shutil.copyfile(record, temporary)
+            os.replace(temporary, self._file(sample))
+            record.unlink()
+
+    def write_manifest(self, *, complete: bool) -> None:
+        content = {
+            "inputs": self._inputs,
+            "complete": complete,
+            "count": sum(1 for _ in self.path.glob("*.ckpt")),
+            "dropped": self.dropped,
+        }
+        temporary = self.path / f".{MANIFEST}.tmp"
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, self.path / MANIFEST)
+
+    def _file(self, sample: Sample) -> Path:
+        return self.path / f"{sample.name}.ckpt"
+
+
+def capture(
+    folder: FeatureFolder,
+    samples: Sequence[Sample],
+    target: TargetIdentity,
+    client: SGLangClient,
+    *,
+    batch: int,
+    max_dropped: int,
+) -> None:
+    """Captures the samples that ``folder`` lacks, ``batch`` at a time, from a server that is proven first.
+
+    Raises:
+        CaptureStopped: more than ``max_dropped`` samples were dropped (bad lines count).
+        StreamProofError: the server's capture cannot be trusted.
+        ConnectionError: the server is gone; what was captured stays.
+    """
+    head = TargetEmbeddingsAndHead.from_pretrained(
+        target.model_path, device="cpu", dtype=getattr(torch, target.dtype)
+    )
+    probe = max(samples, key=lambda sample: len(sample.input_ids)).input_ids[:PROBE_TOKENS]
+    client.prove(target, head.lm_head.weight, probe)
+    with tqdm(samples, desc="capturing", unit="sample") as bar:
+        for start in range(0, len(samples), batch):
+            part = samples[start : start + batch]
+            for sample, result in zip(part, client.capture(part, target), strict=True):
+                if isinstance(result, RecordError):
+                    _drop(folder, {"sample": sample.name, "reason": result.reason}, max_dropped)
+                else:
+                    folder.add(sample, result)
+                bar.update()
+
+
+def _drop(folder: FeatureFolder, note: dict[str, str], max_dropped: int) -> None:
+    folder.dropped.append(note)
+    tqdm.write(f"dropped {note['sample']}: {note['reason']}", file=sys.stderr)
+    if len(folder.dropped) > max_dropped:
+        raise CaptureStopped(
+            f"{len(folder.dropped)} samples were dropped, more than the {max_dropped} that --max-dropped "
+            f"allows; the last: {note['sample']}: {note['reason']}"
+        )
+
+
+@contextlib.contextmanager
+def _client(options: argparse.Namespace, target: TargetIdentity) -> Iterator[SGLangClient]:
+    """A client of ``--server``, or of a server that lives as long as the context."""
+    with contextlib.ExitStack() as stack:
+        url = options.server
+        if url is None:
+            server = ManagedServer(
+                target.model_path,
+                options.out / ".server",
+                target.layers,
+                dtype=target.dtype,
+                devices=[] if options.device == "cpu" else parse_ids(options.device),
+            )
+            url = stack.enter_context(server).url
+        yield stack.enter_context(SGLangClient(url))
+
+
+def run(options: argparse.Namespace) -> FeatureFolder:
+    """The whole command; see the module's text. Returns the folder it filled."""
+    target = TargetIdentity.from_config(options.target, options.layers, options.dtype)
+    inputs = asdict(target) | {
+        "model_path": str(Path(options.target).resolve()),
+        "model_fingerprint": fingerprint(Path(options.target)),
+        "version": VERSION,
+        "samples_sha256": hashlib.sha256(options.samples.read_bytes()).hexdigest(),
+        "max_length": options.max_length,
+    }
+    folder = FeatureFolder(options.out, inputs)
+    folder.write_manifest(complete=False)
+    samples, bad_lines = read_samples(options.samples, target.vocab_size, options.max_length)
+    limit = options.max_dropped
+    if limit is None:
+        limit = max(8, math.ceil(0.01 * (len(samples) + len(bad_lines))))
+    complete = False
+    try:
+        for note in bad_lines:
+            _drop(folder, note, limit)
+        missing = [sample for sample in samples if not folder.has(sample)]
+        print(f"{len(samples)} samples, {len(samples) - len(missing)} captured already", file=sys.stderr)
+        if missing:
+            with _client(options, target) as client:
+                capture(folder, missing, target, client, batch=options.batch, max_dropped=limit)
+        complete = True
+    finally:
+        folder.write_manifest(complete=complete)
+    return folder
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m specforge_dspine.capture",
+        description="Write SpecForge offline features through an SGLang server with our capture plugin.",
+    )
+    parser.add_argument("--target", required=True, help="target model directory")
+    parser.add_argument("--samples", required=True, type=Path, help="JSONL with input_ids and loss_mask")
+    parser.add_argument("--layers", required=True, type=parse_ids, help="tapped layer ids, as in 1,9,17")
+    parser.add_argument("--out", required=True, type=Path, help="feature folder (data.hidden_states_path)")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--server", metavar="URL", help="a running server with capture enabled")
+    place.add_argument("--device", default="cpu", help="where to start one: cpu (default), or 0 or 0,1")
+    parser.add_argument("--dtype", default="bfloat16", help="the target's dtype and the records' (bfloat16)")
+    parser.add_argument("--batch", type=int, default=8, help="samples per request (8)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="cut sequences after N tokens")
+    parser.add_argument("--max-dropped", type=int, metavar="N", help="stop past N dropped samples (1 %%, at least 8)")
+    options = parser.parse_args(arguments)
+    for name in ("batch", "max_length"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the server is ended
+    try:
+        folder = run(options)
+    except (CaptureStopped, StreamProofError, ServerFailed, ConnectionError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command continues from here") from None
+    print(f"{folder.path}: complete, {len(folder.dropped)} samples dropped (see {MANIFEST})", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

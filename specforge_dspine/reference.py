@@ -1,0 +1,113 @@
+"""Files of a checkpoint, and the "reference" layout, which comes beside the two flavours that we write.
+
+    model.safetensors      the draft's tensors, named as ours, without the two buffers
+    transfer.safetensors   ``codes`` C [V, r]
+    config.json            as in formats.py, perhaps under a ``config`` key, without all of its flags
+
+``read_reference`` brings such a folder into our form: ``export`` then verifies and writes it like any other draft.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config
+
+from specforge_dspine.config import ARCHITECTURE
+from specforge_dspine.formats import (
+    CONFIG,
+    READY,
+    TABLE,
+    WEIGHTS,
+    CheckpointError,
+    check_config,
+    integer,
+    parse_settings,
+    section,
+)
+
+REFERENCE_TABLE = ("transfer.safetensors", "codes")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: the file is missing or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_tensors(folder: Path, table: tuple[str, str]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint under our names; ``table`` is the file and name of the code table.
+
+    Raises:
+        CheckpointError: a file or the table is missing, or a file is damaged.
+    """
+    file, name = table
+    tensors: dict[str, Tensor] = {}
+    for each in dict.fromkeys((WEIGHTS, file)):
+        try:
+            tensors |= load_file(folder / each)
+        except OSError as error:
+            raise CheckpointError(f"{folder / each} cannot be read: {error}") from error
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / each} is damaged: {error}") from error
+    if name not in tensors:
+        raise CheckpointError(f"missing tensors: {name} (in {file})")
+    tensors[TABLE] = tensors.pop(name)
+    return tensors
+
+
+def read_reference(folder: Path) -> tuple[dict[str, Tensor], Qwen3Config]:
+    """Tensors and config of a draft in the reference layout, in our form.
+
+    Ids that the target never emits are not part of that layout: unless its config names them, only the mask is
+    excluded in decoding.
+
+    Raises:
+        CheckpointError: a file, tensor or key is missing or wrong, by name.
+    """
+    payload = read_json(folder / CONFIG)
+    payload = dict(payload.get("config", payload))
+    tensors = read_tensors(folder, REFERENCE_TABLE)
+    codes = tensors[TABLE]
+    if codes.dtype not in (torch.float32, torch.float64):
+        raise CheckpointError(f"{'/'.join(REFERENCE_TABLE)} is {codes.dtype}, and must be float32")
+    tensors |= {TABLE: codes.float(), READY: torch.tensor(True)}
+    if payload.get("is_causal") is False:
+        raise CheckpointError("is_causal is false: not a DSpine draft, whose blocks are causal")
+
+    dflash = dict(section(payload, "dflash_config"))
+    mask_id = integer(dflash, "mask_token_id", "dflash_config.")
+    given = {"excluded_ids": [mask_id], "valid_vocab_size": integer(payload, "vocab_size")}
+    settings = parse_settings(given | dict(section(payload, "dspine_config")))
+    block_size = payload.get("block_size", dflash.get("block_size"))
+    theta = (payload.get("rope_parameters") or {}).get("rope_theta", payload.get("rope_theta"))
+    rope: dict[str, Any] = payload.get("rope_parameters") or {"rope_type": "default"}
+    payload |= {
+        "architectures": [ARCHITECTURE],
+        "block_size": block_size,
+        "is_causal": True,
+        "layer_types": ["full_attention"] * integer(payload, "num_hidden_layers"),
+        "rope_theta": theta,
+        "rope_parameters": rope | {"rope_theta": theta},
+        "dflash_config": dflash | {"block_size": block_size, "causal": True},
+        "dspine_config": settings.model_dump(mode="json"),
+    }
+    check_config(payload)  # before transformers fills in what is missing
+    return tensors, Qwen3Config.from_dict(payload)
