@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ from data_prep.chat import answer_text, check_template, prompt_ids, training_sam
 from data_prep.conversations import OddConversation, read_messages
 from data_prep.files import file_sha256
 from data_prep.ledger import Key, Ledger, Record
-from specforge_dspine.stream.client import Completion, RequestRefused, SGLangClient
+from specforge_dspine.stream.client import Completion, RequestRefused
 
 FORMAT = 1
 """Version of the samples' format and of the rules below; part of a file's inputs."""
@@ -32,6 +32,19 @@ MIN_OUTPUT_TOKENS = 2
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors")
+
+
+class Answering(Protocol):
+    """A served target, as ``SGLangClient.generate``."""
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[Completion]: ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ class Regeneration:
         if len(self._rows) < len(conversations):
             raise ValueError("conversation ids repeat in the prompts file; every id must be its own")
 
-    def run(self, client: SGLangClient) -> Counter[str]:
+    def run(self, client: Answering) -> Counter[str]:
         """Generates what is missing, writes the file, and counts the reasons of what was skipped.
 
         Raises:
@@ -154,7 +167,7 @@ class Regeneration:
             for start in range(0, len(keys), self.settings.batch):
                 yield keys[start : start + self.settings.batch]
 
-    def _answer(self, keys: Sequence[Key], client: SGLangClient) -> list[Record]:
+    def _answer(self, keys: Sequence[Key], client: Answering) -> list[Record]:
         records: dict[Key, Record] = {}
         prompts: dict[Key, list[int]] = {}
         for key in keys:
@@ -186,7 +199,7 @@ class Regeneration:
             return "prompt and new tokens exceed the maximum length"
         return ids
 
-    def _generate(self, client: SGLangClient, prompts: list[list[int]]) -> list[Completion | str]:
+    def _generate(self, client: Answering, prompts: list[list[int]]) -> list[Completion | str]:
         """Completions, or the server's reason for refusing a prompt."""
 
         def send(part: list[list[int]]) -> list[Completion]:

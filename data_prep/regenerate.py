@@ -1,7 +1,7 @@
 """Training samples in which the served target answers every prompt itself.
 
     python -m data_prep.regenerate --target DIR --prompts train.jsonl --out samples.jsonl
-        (--server URL | --managed cpu|0|0,1) [--max-new-tokens 64] [--thinking on|off|none] ...
+        (--server URL .. | --managed cpu|0|0,1) [--max-new-tokens 64] [--thinking on|off|none] ...
 
 A killed run is continued by the same command, a finished one is left as it is, and one with other inputs
 is refused. ``answers`` holds what is done with a prompt, ``ledger`` what is kept of it.
@@ -13,7 +13,8 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from data_prep.answers import Regeneration, Settings, job_inputs, record_key
 from data_prep.files import read_jsonl
 from data_prep.ledger import Ledger
-from specforge_dspine.stream.client import SGLangClient
+from specforge_dspine.stream.client import Completion, SGLangClient
 from specforge_dspine.stream.server import ManagedServer, ServerFailed
 
 THINKING = {"on": True, "off": False, "none": None}
@@ -63,11 +64,34 @@ def regenerate(options: argparse.Namespace) -> str:
         return f"{options.out} is there already, made from these very inputs"
     with ledger:
         job = Regeneration(read_jsonl(options.prompts), tokenizer, settings, ledger)
-        with _server(options, settings) as url, SGLangClient(url, timeout_s=_patience(settings)) as client:
-            skipped = job.run(client)
+        with _servers(options, settings) as urls, ExitStack() as stack:
+            clients = [stack.enter_context(SGLangClient(url, timeout_s=_patience(settings))) for url in urls]
+            skipped = job.run(SeveralServers(clients))
     for reason, number in skipped.most_common():
         print(f"skipped {number} turns: {reason}", file=sys.stderr)
     return f"{len(ledger.records) - skipped.total()} samples in {options.out}"
+
+
+class SeveralServers:
+    """Servers of one target, asked at the same time; answers come in the order of the prompts."""
+
+    def __init__(self, clients: Sequence[SGLangClient]) -> None:
+        self.clients = clients
+
+    def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[Completion]:
+        """As ``SGLangClient.generate``, each server taking every n-th prompt."""
+        count = len(self.clients)
+        shares = [prompts[k::count] for k in range(count)]
+        answers: list[Completion] = [Completion([], "length")] * len(prompts)
+        with ThreadPoolExecutor(count) as pool:
+            asked = [
+                pool.submit(client.generate, share, **options) if share else None
+                for client, share in zip(self.clients, shares, strict=True)
+            ]
+            for k, future in enumerate(asked):
+                if future is not None:
+                    answers[k::count] = future.result()
+        return answers
 
 
 def _patience(settings: Settings) -> float:
@@ -81,13 +105,21 @@ def _dtype(options: argparse.Namespace, config: PretrainedConfig) -> str:
         if dtype == "None":
             raise ValueError(f"--dtype: {options.target}/config.json names no dtype, so give one")
         return dtype
-    served = _served(options.server)
+    dtypes = {_served_dtype(url, options) for url in options.server}
+    if len(dtypes) > 1:
+        raise ValueError(f"--server: the servers compute in {' and '.join(sorted(dtypes))}; answers would differ")
+    return dtypes.pop()
+
+
+def _served_dtype(url: str, options: argparse.Namespace) -> str:
+    """The dtype of a running server, which must serve ``--target``."""
+    served = _served(url)
     path = Path(served["model_path"])
     if str(path) != str(options.target) and path.resolve() != options.target.resolve():
-        raise ValueError(f"--server {options.server} serves {path}, not --target {options.target}")
+        raise ValueError(f"--server {url} serves {path}, not --target {options.target}")
     if options.dtype not in (None, served["dtype"]):
-        raise ValueError(f"--server {options.server} computes in {served['dtype']}, not in {options.dtype}")
-    return served["dtype"]
+        raise ValueError(f"--server {url} computes in {served['dtype']}, not in {options.dtype}")
+    return str(served["dtype"])
 
 
 def _served(url: str) -> dict[str, Any]:
@@ -103,8 +135,8 @@ def _served(url: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _server(options: argparse.Namespace, settings: Settings) -> Iterator[str]:
-    """The URL to send to, of a server that lives as long as the context if it is ours."""
+def _servers(options: argparse.Namespace, settings: Settings) -> Iterator[list[str]]:
+    """The URLs to send to; a server of our own lives as long as the context."""
     if options.server is not None:
         yield options.server
         return
@@ -119,7 +151,7 @@ def _server(options: argparse.Namespace, settings: Settings) -> Iterator[str]:
         max_running_requests=settings.batch,
         max_total_tokens=cache,
     ) as server:
-        yield server.url
+        yield [server.url]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -131,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="from data_prep.prompts")
     parser.add_argument("--out", type=Path, required=True, help="the training file (.jsonl) to make")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--server", metavar="URL", help="a running SGLang server of the target")
+    where.add_argument("--server", metavar="URL", nargs="+", help="running SGLang servers of the target")
     where.add_argument("--managed", metavar="cpu|0|0,1", help="start one, on the CPU or on these GPUs")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the target's")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of each answer (default 64)")

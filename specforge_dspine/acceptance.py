@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from specforge_dspine.curriculum import Blocks
 from specforge_dspine.decoding import draft_greedily
@@ -124,32 +125,40 @@ def replay(model: DSpineTrainingModel, name: str, ids: Tensor, taps: Tensor, pro
     return traces
 
 
+@torch.no_grad()
 def decode_live(
     model: DSpineTrainingModel, target: Any, layers: Sequence[int], prompt: Tensor, max_new_tokens: int, eos: set[int]
 ) -> tuple[list[int], list[Round]]:
-    """Greedy speculative decoding with real verification, for the refined variant; slow, exact.
+    """Greedy speculative decoding with real verification, for the refined variant.
 
     ``target`` is a transformers causal LM in the draft's dtype, ``prompt`` [P] its input ids. Every round runs the
-    target over the whole prefix and the proposals: no cache, nothing that could drift. Returns the answer's ids
-    and the rounds.
+    target over the anchor and the M proposals, on the keys and values of what was accepted before; its states there
+    are the next round's context. Returns the answer's ids and the rounds.
     """
+    cache = DynamicCache()
     ids = prompt.clone()
-    with torch.no_grad():
-        first = target(ids[None]).logits[0, -1].argmax()
-        ids = torch.cat([ids, first[None]])
-        rounds: list[Round] = []
-        while len(ids) - len(prompt) < max_new_tokens and int(ids[-1]) not in eos:
-            anchor = len(ids) - 1
-            states = target(ids[None], output_hidden_states=True).hidden_states
-            taps = torch.cat([states[layer + 1][0] for layer in layers], dim=-1)
-            proposed = propose(model, ids, taps, torch.tensor([anchor]))["refined"][0]
-            best = target(torch.cat([ids, proposed])[None]).logits[0, anchor:].argmax(dim=-1)  # [M + 1]
-            accepted = accepted_prefix(proposed.tolist(), best.tolist())
-            new = best[: accepted + 1].tolist()
-            stop = next((i for i, token in enumerate(new) if token in eos), len(new) - 1)
-            new = new[: min(stop + 1, max_new_tokens - (len(ids) - len(prompt)))]
-            rounds.append(Round(anchor, tuple(proposed.tolist()), min(accepted, len(new))))
-            ids = torch.cat([ids, torch.tensor(new)])
+    rounds: list[Round] = []
+
+    def run(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        out = target(tokens[None], past_key_values=cache, use_cache=True, output_hidden_states=True)
+        states = torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1)
+        return out.logits[0].argmax(dim=-1), states
+
+    best, taps = run(ids)
+    ids = torch.cat([ids, best[-1:]])
+    while len(ids) - len(prompt) < max_new_tokens and int(ids[-1]) not in eos:
+        anchor = len(ids) - 1
+        padded = torch.cat([taps, taps.new_zeros(1, taps.shape[1])])  # the anchor's own state is never read
+        proposed = propose(model, ids, padded, torch.tensor([anchor]))["refined"][0]
+        best, states = run(torch.cat([ids[-1:], proposed]))  # [M + 1]
+        accepted = accepted_prefix(proposed.tolist(), best.tolist())
+        new = best[: accepted + 1].tolist()
+        stop = next((i for i, token in enumerate(new) if token in eos), len(new) - 1)
+        new = new[: min(stop + 1, max_new_tokens - (len(ids) - len(prompt)))]
+        rounds.append(Round(anchor, tuple(proposed.tolist()), min(accepted, len(new))))
+        ids = torch.cat([ids, torch.tensor(new)])
+        taps = torch.cat([taps, states[: accepted + 1]])
+        cache.crop(anchor + accepted + 1)
     return ids[len(prompt) :].tolist(), rounds
 
 

@@ -142,8 +142,17 @@ def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield f"rows/{name}", ours, v[f"rows/{name}"]
     if len(rows.label) != len(v["rows/label"]):
         return  # the rows above are off; nothing below can be compared
-    states = gathered(forward(v, replace=True), v.batch("last"), rows)
-    terms = row_terms(v.draft, v.head, *states, rows.label, rows.predecessor, v.candidates("rows/candidates"))
+    teacher = v.batch("last")
+    states = gathered(forward(v, replace=True), rows, teacher.shape[1])
+    terms = row_terms(
+        v.draft,
+        v.head,
+        teacher.flatten(0, 1),
+        *states,
+        rows.label,
+        rows.predecessor,
+        v.candidates("rows/candidates"),
+    )
     names = {"refined_ce": "rce", "refined_l1": "rl1"}
     for name, value in terms._asdict().items():
         yield f"rows/{names.get(name, name)}", value, v[f"rows/{names.get(name, name)}"]

