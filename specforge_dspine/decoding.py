@@ -31,10 +31,10 @@ def candidates(head: Tensor, hidden: Tensor, excluded: Tensor, k: int) -> tuple[
 
     ``head`` E [V, H], ``excluded`` [V] (bool).
     """
-    logits = F.linear(hidden, head)
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), head)  # one matrix product, not one per block
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(excluded, -torch.inf)
-    best = logits.topk(k, dim=-1)
-    return best.indices, best.values
+    values, ids = (best.reshape(*hidden.shape[:-1], k) for best in logits.topk(k, dim=-1))
+    return ids, values
 
 
 def transition_cache(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -49,7 +50,10 @@ class Stages:
         words = [module, *map(str, arguments)]
         print(f"\n$ python -m {shlex.join(words)}", flush=True)
         started = time.monotonic()
-        code = subprocess.run([sys.executable, "-m", *words]).returncode
+        # Idle threads that spin take the cores from the server beside them.
+        code = subprocess.run(
+            [sys.executable, "-m", *words], env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+        ).returncode
         if code:
             raise StageFailed(f"python -m {module} ended with status {code}")
         self.seconds[name or module] = round(time.monotonic() - started, 1)

@@ -182,13 +182,14 @@ def test_killed_and_continued_gives_the_same_file(
 
 
 @pytest.mark.server
-def test_a_managed_server_gives_the_same_and_ends(target: Path, url: str, tmp_path: Path) -> None:
+def test_managed_and_several_servers_give_the_same_and_end(target: Path, url: str, tmp_path: Path) -> None:
     prompts = write(tmp_path / "prompts.jsonl", [chat(f"c{k}", words(k, 5)) for k in range(4)])
     files = []
-    for name, further in (("a", ["--server", url]), ("b", ["--managed", "cpu", "--dtype", "float32"])):
+    ways = {"a": ["--server", url], "b": ["--managed", "cpu", "--dtype", "float32"], "c": ["--server", url, url]}
+    for name, further in ways.items():
         files.append(tmp_path / f"{name}.jsonl")
         regenerate.main(arguments(target, prompts, files[-1], *further))
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
     log = tmp_path / "b.jsonl.server"
     assert sorted(path.name for path in log.iterdir()) == ["server.log"]
     mine = [child for child in psutil.Process().children(recursive=True) if str(target) in " ".join(child.cmdline())]
