@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -64,6 +65,18 @@ class RunLogger:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+
+def rewind_metrics(path: Path, step: int) -> None:
+    """Keep the lines of ``metrics.jsonl`` up to ``step``: what came after a checkpoint is computed again.
+
+    A line that a killed run left half written goes too. The file is replaced atomically.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _json(value: float) -> float | None:

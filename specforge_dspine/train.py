@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from specforge.training.checkpoint import STATE_FILE, CheckpointManager
 from specforge_dspine import assembly
 from specforge_dspine.export import FLAVOURS, export_run
 from specforge_dspine.host import bootstrap_single_process_env, build_model_bundle
-from specforge_dspine.metrics import RunLogger
+from specforge_dspine.metrics import RunLogger, rewind_metrics
 from specforge_dspine.plan import Plan, make_plan
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
 from specforge_dspine.stream.client import SGLangClient, StreamProofError
@@ -88,28 +89,46 @@ def on_every_rank(rank: int, action: Any) -> Any:
     return outcome[0]
 
 
+@contextlib.contextmanager
+def exclusive(run_dir: Path) -> Iterator[None]:
+    """Hold the run's directory; the lock goes with this process, however it ends.
+
+    Raises:
+        RecipeError: another process holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecipeError(f"output_dir={str(run_dir)!r}: another process is running there") from None
+        yield
+
+
 def claim_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
-    """Refuse a directory that holds a run, or find the checkpoint to continue from (None: a fresh run).
+    """Refuse a directory that holds a run, or find the checkpoint to continue from (None: from the beginning).
+
+    A start that failed before its first step left nothing worth keeping, and counts as no run.
 
     Raises:
         RecipeError: the directory holds a run and ``resume`` is False, or there is nothing to resume.
     """
     run_dir = recipe.run_dir
-    holds_run = (run_dir / RECIPE_FILE).exists()
+    log = run_dir / "metrics.jsonl"
+    checkpoint: str | None = None
+    with contextlib.suppress(FileNotFoundError):
+        checkpoint = str(CheckpointManager.resolve_resume_dir(str(run_dir)))
+    holds_run = checkpoint is not None or (log.exists() and log.stat().st_size > 0)
     if holds_run and not resume:
         raise RecipeError(
             f"output_dir={str(run_dir)!r} already holds a run; continue it with --resume, or give another output_dir"
         )
     if resume and not holds_run:
         raise RecipeError(f"output_dir={str(run_dir)!r} holds no run to resume; start it without --resume")
-    run_dir.mkdir(parents=True, exist_ok=True)
     if not resume:
         recipe.save(run_dir / RECIPE_FILE)
-        return None
-    try:
-        return str(CheckpointManager.resolve_resume_dir(str(run_dir)))
-    except FileNotFoundError:
-        return None  # it stopped before its first checkpoint: begin again
+    rewind_metrics(log, checkpoint_step(checkpoint))
+    return checkpoint
 
 
 def checkpoint_step(path: str | None) -> int:
@@ -248,9 +267,15 @@ def run(recipe: Recipe, *, resume: bool) -> int:
     bootstrap_single_process_env()
     init_distributed(timeout=host.training.dist_timeout)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(destroy_distributed)
         plan = make_plan(recipe, ranks=ranks)
-        resume_from = on_every_rank(rank, lambda: claim_run_dir(recipe, resume=resume))
+
+        def claim() -> str | None:
+            stack.enter_context(exclusive(recipe.run_dir))
+            return claim_run_dir(recipe, resume=resume)
+
+        resume_from = on_every_rank(rank, claim)
         if rank == 0:
             print(plan.render(), flush=True)
             write_json(recipe.run_dir / DRAFT_CONFIG_FILE, plan.draft_config.to_dict())
@@ -263,8 +288,6 @@ def run(recipe: Recipe, *, resume: bool) -> int:
             logger.close()
         on_every_rank(rank, lambda: export_all(recipe))
         return steps
-    finally:
-        destroy_distributed()
 
 
 def export_all(recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ from small import save_tokenizer, tiny_recipe, write_samples
 from targets import build_qwen3
 
 from specforge_dspine.export import load_draft
-from specforge_dspine.train import main
+from specforge_dspine.train import exclusive, main
 
 LAYERS = [0, 2, 4]
 
@@ -109,6 +109,12 @@ def test_a_used_directory_is_refused(world: Path, finished: Path, capsys: pytest
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_directory_in_use_is_refused(world: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with exclusive(finished):
+        assert main(["--recipe", str(world / "run.yaml"), "--resume"]) == 2
+    assert "another process is running there" in capsys.readouterr().err
+
+
 def test_resume_needs_a_run(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--recipe", str(write_recipe(world, world / "none")), "--resume"]) == 2
     assert "holds no run to resume" in capsys.readouterr().err
@@ -118,6 +124,8 @@ def test_resume_repeats_the_uninterrupted_run_bit_for_bit(world: Path, finished:
     run = world / "halves"
     recipe = write_recipe(world, run)
     assert main(["--recipe", str(recipe), "training.max_steps=2"]) == 0
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as stream:  # as if killed after a third step
+        stream.write('{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
     assert main(["--recipe", str(recipe), "--resume"]) == 0
     whole, halves = metrics(finished), metrics(run)
     assert [line["step"] for line in halves] == [1, 2, 3, 4]
