@@ -214,7 +214,7 @@ def test_streams_of_others_stay_apart(live: LiveTarget, client: SGLangClient) ->
 # ---- what is refused --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/b", ".hidden", "", "x" * 300, 7])
+@pytest.mark.parametrize("name", ["../escaped", "/escaped", "a/b", ".hidden", "", "x" * 300, 7])
 def test_a_malicious_name_writes_nothing(live: LiveTarget, client: SGLangClient, name: Any) -> None:
     before = set(live.server.spool.parent.rglob("*"))
     [answer] = ask(live, [prompt(4, 1)], [opt_in(name, 4)])
