@@ -172,8 +172,11 @@ class Producer:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """Tell the producer that nobody consumes any more, and wait for its last call."""
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Tell the producer that nobody consumes any more, and wait a little for its last call.
+
+        Not long: torchrun kills what has not ended 30 seconds after SIGTERM, and the server is still to be stopped.
+        """
         if not self.channel.consumer_stopped():
             self.channel.mark_consumer_failed("the run is ending")
         self._thread.join(timeout_s)

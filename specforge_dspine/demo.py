@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
+from specforge_dspine.signals import Interrupted, unwinding_signals
 from specforge_dspine.stream.server import ManagedServer, ServerFailed
 
 SOURCES = "chatterbot,reasoning-gym"
@@ -51,9 +52,13 @@ class Stages:
         print(f"\n$ python -m {shlex.join(words)}", flush=True)
         started = time.monotonic()
         # Idle threads that spin take the cores from the server beside them.
-        code = subprocess.run(
-            [sys.executable, "-m", *words], env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
-        ).returncode
+        process = subprocess.Popen([sys.executable, "-m", *words], env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()  # a stage ends its own servers and says how to continue
+            process.wait()
+            raise
         if code:
             raise StageFailed(f"python -m {module} ended with status {code}")
         self.seconds[name or module] = round(time.monotonic() - started, 1)
@@ -134,17 +139,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         recipe = load_recipe(args.recipe)
         args.out.mkdir(parents=True, exist_ok=True)
-        demo(
-            args.recipe,
-            recipe,
-            args.out,
-            prompts=args.prompts,
-            heldout=args.heldout,
-            new_tokens=args.new_tokens,
-        )
+        with unwinding_signals():
+            demo(
+                args.recipe,
+                recipe,
+                args.out,
+                prompts=args.prompts,
+                heldout=args.heldout,
+                new_tokens=args.new_tokens,
+            )
     except (RecipeError, StageFailed, ServerFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Interrupted as signal_received:
+        print(f"stopped by {signal_received}; the same command keeps the answers made so far", file=sys.stderr)
+        return 128 + signal_received.signum
     return 0
 
 

@@ -13,6 +13,7 @@ anchor's code √r · C_{x_0}, never f_ℓ(u_0). W_ℓ = 0 at the start: the fir
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,11 @@ from specforge_dspine.transfer import FLOOR
 
 
 def linear(x: Tensor, layer: nn.Module) -> Tensor:
-    """``layer`` [out, in] on x [.., in] in x's dtype: float32 states (decoding) keep their precision."""
-    weight: Tensor = layer.get_parameter("weight")
-    return F.linear(x, weight.to(x.dtype))
+    """``layer`` [out, in] on x [.., in] in x's dtype: float32 states (decoding) keep their precision.
+
+    Under FSDP the weight is a plain tensor while the forward runs, so it is read as an attribute.
+    """
+    return F.linear(x, cast(Tensor, layer.weight).to(x.dtype))
 
 
 class AdjacentCausalInjection(nn.Module):

@@ -18,6 +18,7 @@ from typing import Any
 from specforge.config import Config
 from specforge.training.tracking import create_tracker_logger, scalar_metrics
 
+METRICS_FILE = "metrics.jsonl"
 CONSOLE = ("loss", "ce", "refined_ce", "coverage", "accuracy", "refined_accuracy", "refined_tau", "lr")
 
 
@@ -37,19 +38,16 @@ class RunLogger:
             for name in ("wandb_project", "swanlab_project", "mlflow_experiment_name"):
                 options[name] = options[name] or "specforge-dspine"
             self._tracker = create_tracker_logger(SimpleNamespace(**options), config.output_dir)
-        self._stream = None
-        if rank == 0:
-            self._stream = open(  # noqa: SIM115  # closed by close()
-                Path(config.output_dir) / "metrics.jsonl", "a", buffering=1, encoding="utf-8"
-            )
+        self._path = Path(config.output_dir) / METRICS_FILE
 
     def __call__(self, metrics: dict[str, Any], step: int) -> None:
         values = scalar_metrics(metrics)
         if self._tracker is not None:
             self._tracker(values, step)
-        if self._stream is not None:
+        if self.rank == 0:
             line = {"step": step, "time": round(time.time(), 3)} | {k: _json(v) for k, v in values.items()}
-            self._stream.write(json.dumps(line) + "\n")
+            with open(self._path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
             if not sys.stderr.isatty():  # on a terminal SpecForge draws its progress bar there
                 shown = " ".join(f"{name} {values[name]:.4g}" for name in CONSOLE if name in values)
                 print(f"step {step}/{self.steps}  {shown}", flush=True)
@@ -62,9 +60,6 @@ class RunLogger:
     def close(self) -> None:
         if self._tracker is not None:
             self._tracker.close()
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
 
 
 def rewind_metrics(path: Path, step: int) -> None:

@@ -56,13 +56,19 @@ class DSpineDraftModel(DFlashDraftModel):
         self.register_buffer(READY, torch.zeros((), dtype=torch.bool))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DSpineDraftModel:
-        """Move and cast as usual, except that the code table never falls below float32 (it would lose codes)."""
-        table = self._buffers[TABLE]
+        """Move and cast as usual, except that no buffer falls below float32: neither the code table, which would
+        lose codes, nor RoPE's frequencies, which would turn positions (by radians at 3000 tokens in bfloat16)."""
+        wide = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize >= 4
+        ]
         super()._apply(fn, recurse)
-        moved = self._buffers[TABLE]
-        assert table is not None and moved is not None
-        if moved.dtype.itemsize < torch.float32.itemsize:
-            self._buffers[TABLE] = table.to(moved.device)
+        for module, name, buffer in wide:
+            moved = module._buffers[name]
+            if moved is not None and moved.dtype.itemsize < 4:
+                module._buffers[name] = buffer.to(moved.device)
         return self
 
     @classmethod

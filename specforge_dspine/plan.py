@@ -161,6 +161,16 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
                 f"the draft to start from has {name}={getattr(draft_config, name)}, the target "
                 f"{getattr(target, name)}: it was trained for another target"
             )
+    managed = recipe.stream.managed if recipe.stream is not None else None
+    if managed is not None and ranks > 1 and managed.startup_timeout_s >= 60 * training.dist_timeout:
+        raise RecipeError(
+            f"training.dist_timeout={training.dist_timeout} minutes: the other ranks would give up while the server "
+            f"starts (stream.managed.startup_timeout_s={managed.startup_timeout_s:g}); make it longer than that"
+        )
+    if recipe.stream is None and host.data.max_prompts is not None:
+        raise RecipeError(
+            f"data.max_prompts={host.data.max_prompts}: not read with data.hidden_states_path; remove it"
+        )
     quantum = ranks * training.batch_size * training.accumulation_steps
     samples: Sequence[Sample] = ()
     files: Sequence[str] = ()
@@ -231,7 +241,7 @@ def check_features(folder: Path, target: TargetIdentity) -> None:
     differing = [f"{k}: there {found.get(k)!r}, here {v!r}" for k, v in expected.items() if found.get(k) != v]
     if differing:
         raise RecipeError(
-            f"data.hidden_states_path={str(folder)!r} was captured from another target or other layers "
+            f"the features in {str(folder)!r} were captured from another target or other layers "
             f"({'; '.join(differing)}); capture again with python -m specforge_dspine.capture, or correct the recipe"
         )
     if not manifest["complete"]:

@@ -101,7 +101,7 @@ class ManagedServerOptions(StrictModel):
     devices: tuple[int, ...] = ()  # accelerator ordinals of the server; empty: the CPU engine
     tp_size: int = Field(default=1, gt=0)
     extra_args: tuple[str, ...] = ()  # further arguments of sglang.launch_server
-    startup_timeout_s: float = Field(default=900.0, gt=0)
+    startup_timeout_s: float = Field(default=540.0, gt=0)  # below SpecForge's default dist_timeout
 
     @model_validator(mode="after")
     def _one_device_per_shard(self) -> ManagedServerOptions:

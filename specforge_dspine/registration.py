@@ -61,6 +61,7 @@ from specforge_dspine.config import (
 from specforge_dspine.curriculum import alignment_beta, draw_blocks, replacement_probability
 from specforge_dspine.host import build_dflash_family_model, build_registered_draft
 from specforge_dspine.model import DSpineDraftModel
+from specforge_dspine.ranks import on_every_rank
 from specforge_dspine.recipe import ALGORITHM, RecipeError
 from specforge_dspine.training_model import DSpineTrainingModel
 from specforge_dspine.transfer import cached_transfer_space
@@ -284,17 +285,19 @@ def build_training_model(
 
 
 def install_transfer_space(draft: DSpineDraftModel, head: torch.Tensor, cache_dir: str) -> None:
-    """Give a fresh draft its table; under torchrun rank 0 computes it and the others read the cached file."""
-    ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if ranks and dist.get_rank() != 0:
-        dist.barrier()
-    space = cached_transfer_space(head, draft.settings.transfer_rank, cache_dir)
-    if ranks and dist.get_rank() == 0:
-        dist.barrier()
-    draft.set_transfer_space(space)
+    """Give a fresh draft the table of ``head`` E [V, H]; rank 0 computes it, the others read the cached file (§3).
+
+    Raises:
+        ValueError: as ``build_transfer_space``; RunFailed on the other ranks.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    fetch = partial(cached_transfer_space, head, draft.settings.transfer_rank, cache_dir)
+    on_every_rank(rank, lambda: bool(fetch()))
+    draft.set_transfer_space(fetch())
 
 
 def capture_layers(options: DSpineOptions, *_: Any) -> list[int]:
+    """SpecForge's seam for the T tapped layer ids: the recipe's, verbatim."""
     return list(options.target_layer_ids)
 
 

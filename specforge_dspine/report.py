@@ -36,7 +36,8 @@ from specforge_dspine.acceptance import (
 )
 from specforge_dspine.export import load_draft
 from specforge_dspine.model import DSpineDraftModel
-from specforge_dspine.stream.record import read_record
+from specforge_dspine.plan import check_features
+from specforge_dspine.stream.record import TargetIdentity, read_record
 from specforge_dspine.training_model import DSpineTrainingModel
 from specforge_dspine.transfer import build_transfer_space
 
@@ -167,6 +168,7 @@ def make_report(
 
     Raises:
         FileNotFoundError: no feature files.
+        RecipeError: they were captured from another target, other layers or in another dtype.
         LiveMismatch: as ``check_live``.
     """
     files = list_feature_files(str(features))
@@ -175,6 +177,8 @@ def make_report(
             f"{features} holds no .ckpt files; write them with python -m specforge_dspine.capture"
         )
     draft = load_draft(draft_path)
+    dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
+    check_features(features, TargetIdentity.from_config(target, draft.target_layer_ids, dtype))
     tables = TargetEmbeddingsAndHead.from_pretrained(target, device="cpu", dtype=draft.fc.weight.dtype)
     head, embedding = tables.lm_head.weight, tables.embed_tokens.weight
     models = {
@@ -190,11 +194,11 @@ def make_report(
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         metrics = [json.loads(line) for line in lines]
     out.mkdir(parents=True, exist_ok=True)
-    draw(out / "report.png", report, metrics)
     document = report | {"traces": {name: [t.to_json() for t in each] for name, each in traces.items()}}
     partial = out / f".report.{os.getpid()}"
     partial.write_text(json.dumps(document), encoding="utf-8")
     os.replace(partial, out / "report.json")
+    draw(out / "report.png", report, metrics)
     return report
 
 

@@ -11,132 +11,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
-import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import set_seed
 from specforge.distributed import destroy_distributed, init_distributed
-from specforge.training.checkpoint import STATE_FILE, CheckpointManager
 
 from specforge_dspine import assembly
 from specforge_dspine.export import FLAVOURS, export_run
 from specforge_dspine.host import bootstrap_single_process_env, build_model_bundle
-from specforge_dspine.metrics import RunLogger, rewind_metrics
+from specforge_dspine.metrics import RunLogger
 from specforge_dspine.plan import Plan, make_plan
+from specforge_dspine.ranks import RunFailed, on_every_rank
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
+from specforge_dspine.rundir import DELIVERY_LOG, accept, checkpoint_step, claim_run_dir, exclusive, write_json
+from specforge_dspine.signals import Interrupted, unwinding_signals
 from specforge_dspine.stream.client import SGLangClient, StreamProofError
 from specforge_dspine.stream.server import ManagedServer, ServerFailed
-from specforge_dspine.stream.source import CaptureSource, PromptPlan, rewind_log
+from specforge_dspine.stream.source import CaptureSource, PromptPlan, resume_delivery
 
-RECIPE_FILE, DRAFT_CONFIG_FILE = "recipe.yaml", "draft_config.json"
 PROBE_TOKENS = 32  # of the first sample, for the proof of the stream
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM, raised in the main thread so that every ``finally`` runs."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
-
-
-@contextlib.contextmanager
-def unwinding_signals() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into ``Interrupted``; later ones are ignored while cleaning up."""
-
-    def unwind(signum: int, _frame: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(signum)
-
-    before = {each: signal.signal(each, unwind) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-
-def on_every_rank(rank: int, action: Any) -> Any:
-    """Run ``action`` on rank 0 and give its result to all; its failure is raised on all ranks.
-
-    Raises:
-        RuntimeError: on ranks other than 0, when rank 0 failed.
-    """
-    outcome: list[Any] = [None, None]
-    failure: BaseException | None = None
-    if rank == 0:
-        try:
-            outcome[0] = action()
-        except BaseException as error:
-            failure, outcome[1] = error, f"{type(error).__name__}: {error}"
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    if failure is not None:
-        raise failure
-    if outcome[1] is not None:
-        raise RuntimeError(f"rank 0 failed: {outcome[1]}")
-    return outcome[0]
-
-
-@contextlib.contextmanager
-def exclusive(run_dir: Path) -> Iterator[None]:
-    """Hold the run's directory; the lock goes with this process, however it ends.
-
-    Raises:
-        RecipeError: another process holds it.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecipeError(f"output_dir={str(run_dir)!r}: another process is running there") from None
-        yield
-
-
-def claim_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
-    """Refuse a directory that holds a run, or find the checkpoint to continue from (None: from the beginning).
-
-    A start that failed before its first step left nothing worth keeping, and counts as no run.
-
-    Raises:
-        RecipeError: the directory holds a run and ``resume`` is False, or there is nothing to resume.
-    """
-    run_dir = recipe.run_dir
-    log = run_dir / "metrics.jsonl"
-    checkpoint: str | None = None
-    with contextlib.suppress(FileNotFoundError):
-        checkpoint = str(CheckpointManager.resolve_resume_dir(str(run_dir)))
-    holds_run = checkpoint is not None or (log.exists() and log.stat().st_size > 0)
-    if holds_run and not resume:
-        raise RecipeError(
-            f"output_dir={str(run_dir)!r} already holds a run; continue it with --resume, or give another output_dir"
-        )
-    if resume and not holds_run:
-        raise RecipeError(f"output_dir={str(run_dir)!r} holds no run to resume; start it without --resume")
-    if not resume:
-        recipe.save(run_dir / RECIPE_FILE)
-    rewind_metrics(log, checkpoint_step(checkpoint))
-    return checkpoint
-
-
-def checkpoint_step(path: str | None) -> int:
-    """Optimizer steps of a checkpoint folder; 0 without one."""
-    if path is None:
-        return 0
-    state = torch.load(Path(path) / STATE_FILE, map_location="cpu", weights_only=False, mmap=True)
-    return int(state["global_step"])
 
 
 @contextlib.contextmanager
@@ -151,14 +51,25 @@ def refused_resume(resume_from: str | None) -> Iterator[None]:
 
 
 def run_offline(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_from: str | None) -> int:
-    """Train from feature files; returns the optimizer steps taken."""
+    """Train from feature files; returns the optimizer steps taken.
+
+    Raises:
+        RecipeError: the checkpoint belongs to another run.
+    """
     with refused_resume(resume_from):
         trainer = assembly.offline_trainer(plan, bundle, logger, rank=rank, resume_from=resume_from)
+    on_every_rank(rank, lambda: accept(plan.recipe, plan.draft_config.to_dict(), resume_from))
     return int(trainer.fit())
 
 
 def run_streamed(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_from: str | None) -> int:
-    """Train from a live server; returns the optimizer steps taken."""
+    """Train from a live server; returns the optimizer steps taken.
+
+    Raises:
+        RecipeError: the checkpoint belongs to another run.
+        RunFailed: the stream ended before the run did.
+        StreamProofError, ServerFailed, ConnectionError: as ``connect_servers``.
+    """
     run_dir = plan.recipe.run_dir
     start_step = checkpoint_step(resume_from)
     paths = assembly.stream_paths(run_dir)
@@ -179,6 +90,7 @@ def run_streamed(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_f
             trainer = assembly.streamed_trainer(
                 plan, bundle, logger, paths=paths, resume_from=resume_from, start_step=start_step
             )
+        on_every_rank(rank, lambda: accept(plan.recipe, plan.draft_config.to_dict(), resume_from))
         if not streaming:
             return int(trainer.fit())
         producer, source = streaming[0]
@@ -188,7 +100,7 @@ def run_streamed(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_f
             return int(trainer.fit())
         except Exception as error:
             if producer.error is not None:
-                raise RuntimeError(f"the stream ended: {producer.error}") from error
+                raise RunFailed(f"the stream ended: {producer.error}") from error
             raise
         finally:
             report = source.report() | {"unused_samples": plan.unused}
@@ -239,7 +151,7 @@ def capture_source(plan: Plan, clients: list[SGLangClient], *, consumed: int) ->
     """The source of this run's samples, positioned after the ``consumed`` ones of the checkpoint."""
     host, options = plan.recipe.host, plan.recipe.stream
     assert options is not None
-    log = plan.recipe.run_dir / "delivered.jsonl"
+    log = plan.recipe.run_dir / DELIVERY_LOG
     return CaptureSource(
         clients,
         PromptPlan(plan.samples, host.training.seed),
@@ -248,19 +160,17 @@ def capture_source(plan: Plan, clients: list[SGLangClient], *, consumed: int) ->
         run_id=host.run_id,
         max_dropped=options.max_dropped,
         log=log,
-        state=rewind_log(log, consumed),
+        state=resume_delivery(log, consumed),
     )
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` atomically."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    os.replace(partial, path)
-
-
 def run(recipe: Recipe, *, resume: bool) -> int:
-    """Train and export; returns the optimizer steps taken. Under torchrun every rank calls it."""
+    """Train and export; returns the optimizer steps taken. Under torchrun every rank calls it.
+
+    Raises:
+        RecipeError: the recipe cannot be run, or the directory not be used.
+        RunFailed, FloatingPointError: the run cannot go on.
+    """
     host = recipe.host
     os.environ["FSDP_SHARDING"] = host.training.fsdp_sharding  # else SpecForge's backend ignores the recipe
     set_seed(host.training.seed)
@@ -278,7 +188,6 @@ def run(recipe: Recipe, *, resume: bool) -> int:
         resume_from = on_every_rank(rank, claim)
         if rank == 0:
             print(plan.render(), flush=True)
-            write_json(recipe.run_dir / DRAFT_CONFIG_FILE, plan.draft_config.to_dict())
         bundle = build_model_bundle(host, algorithm=plan.algorithm)
         logger = RunLogger(host, rank=rank, steps=plan.steps)
         runner = run_offline if recipe.stream is None else run_streamed
@@ -291,7 +200,11 @@ def run(recipe: Recipe, *, resume: bool) -> int:
 
 
 def export_all(recipe: Recipe) -> None:
-    """Both flavours of the newest checkpoint, below the run's directory."""
+    """Both flavours of the newest checkpoint, below the run's directory.
+
+    Raises:
+        CheckpointError: as ``export_run``.
+    """
     for flavour in FLAVOURS:
         out = recipe.run_dir / "export" / flavour
         export_run(recipe.run_dir, flavour, out)
@@ -315,13 +228,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         recipe = load_recipe(args.recipe, args.overrides, world_size=ranks)
         if args.plan:
-            print(make_plan(recipe, ranks=ranks).render())
+            plan = make_plan(recipe, ranks=ranks)
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(plan.render())
             return 0
         with unwinding_signals():
             run(recipe, resume=args.resume)
     except (RecipeError, StreamProofError, ServerFailed, FileNotFoundError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (RunFailed, FloatingPointError) as error:
+        print(f"error: {error}; continue with --resume once it is mended", file=sys.stderr)
+        return 1
     except Interrupted as signal_received:
         print(f"stopped by {signal_received}; continue with --resume", file=sys.stderr)
         return 128 + signal_received.signum

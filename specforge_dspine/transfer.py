@@ -104,7 +104,7 @@ def cached_transfer_space(head: Tensor, rank: int, cache_dir: str | os.PathLike[
         ValueError: as ``build_transfer_space``.
     """
     path = Path(cache_dir) / f"transfer-{head_fingerprint(head, rank)}.safetensors"
-    if not path.exists():
+    if not path.exists():  # written whole or not at all
         path.parent.mkdir(parents=True, exist_ok=True)
         space = build_transfer_space(head, rank)
         partial = path.with_suffix(f".{os.getpid()}.partial")

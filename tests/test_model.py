@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,3 +185,28 @@ def test_fresh_initialisation_follows_the_paper() -> None:
     first, *others = (readout.weight for readout in injection.readouts)
     assert all(torch.equal(first, other) for other in others)
     assert torch.allclose(first @ first.T, torch.eye(12, dtype=torch.float64), atol=1e-9)
+
+
+def test_rope_keeps_float32_frequencies() -> None:
+    """In bfloat16 the frequencies would turn positions by radians: trained here, served elsewhere."""
+    draft = make_model(dtype=torch.float32).draft_model
+    frequencies = draft.rotary_emb.inv_freq.clone()
+    draft.to(torch.bfloat16)
+    assert torch.equal(draft.rotary_emb.inv_freq, frequencies)
+    assert all(b.dtype.itemsize >= 4 for b in draft.buffers() if b.is_floating_point())
+
+
+@pytest.mark.ranks
+def test_forward_and_backward_under_fsdp() -> None:
+    """Two CPU ranks, sharded as on GPUs: the same loss as unsharded, and gradients for the shards."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+            str(Path(__file__).parent / "fsdp_step.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "loss" in done.stdout

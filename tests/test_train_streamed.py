@@ -97,7 +97,7 @@ def test_streamed_run_over_a_tied_head(world: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stream proven" in done.stdout
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
-    delivered = [json.loads(line) for line in (run / "delivered.jsonl").read_text().splitlines()]
+    delivered = [json.loads(line) for line in (run / "delivered.jsonl").read_text().strip().splitlines()]
     assert [entry["position"] for entry in delivered] == list(range(8))
     assert all(entry["sample"].startswith("e0000-") for entry in delivered)
     report = json.loads((run / "stream.json").read_text())
@@ -154,7 +154,7 @@ def test_two_ranks_stream_from_one_server(world: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     run = world / "ranks"
     assert len(metrics(run)) == 3
-    assert len((run / "delivered.jsonl").read_text().splitlines()) == 12
+    assert len((run / "delivered.jsonl").read_text().strip().splitlines()) == 12
     assert not list(run.rglob("*.ckpt")) and not processes_of(run)
 
 

@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with server:
             print(f"serving {options.model} at {server.url}; records appear in {server.spool}", flush=True)
-            print(f"use it with stream.servers=[{server.url}]; Ctrl-C ends it", flush=True)
+            print(f"use it with stream.managed=null stream.servers=[{server.url}]; Ctrl-C ends it", flush=True)
             while True:
                 server.check()
                 time.sleep(1)

@@ -8,6 +8,7 @@ Delivered order and plan position are logged, line by line, to ``delivered.jsonl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -141,25 +142,27 @@ class Delivery:
         return [*again, *fresh]
 
 
-def rewind_log(path: Path, consumed: int) -> Delivery:
-    """The stream's state after ``consumed`` delivered samples; later lines of ``delivered.jsonl`` are taken out,
-    for those samples are delivered again.
+def resume_delivery(path: Path, consumed: int) -> Delivery:
+    """The stream's state when the first ``consumed`` samples were trained on, from ``delivered.jsonl``.
+
+    The log only grows. A sample delivered after the checkpoint is delivered again and logged under the same number;
+    of equal numbers the last line counts, so that a run may be stopped and resumed as often as one likes.
 
     Raises:
         RecipeError: the log is shorter than what the checkpoint consumed.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    lines = [line for line in lines if line.endswith("\n")]  # a killed run may leave its last line half written
-    if len(lines) < consumed:
-        raise RecipeError(f"{path}: {len(lines)} delivered samples are logged, the checkpoint used {consumed}")
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(lines[:consumed]), encoding="utf-8")
-    os.replace(partial, path)
-    entries = [json.loads(line) for line in lines]
+    entries = []
+    for line in path.read_text(encoding="utf-8").strip().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):  # a kill may have cut a line
+            entries.append(json.loads(line))
+    places = {entry["number"]: entry["position"] for entry in entries if "number" in entry}
+    if any(number not in places for number in range(consumed)):
+        raise RecipeError(f"{path}: {len(places)} delivered samples are logged, the checkpoint used {consumed}")
     return Delivery(
         delivered=consumed,
-        pending=[entry["position"] for entry in entries[consumed:]],
+        pending=[places[number] for number in sorted(places) if number >= consumed],
         next=max((entry["next"] for entry in entries), default=0),
+        dropped=[entry["dropped"] for entry in entries if "dropped" in entry],
     )
 
 
@@ -228,6 +231,9 @@ class CaptureSource:
                 logger.error("capture server lost: %s", error)
                 lost.append(client)
         if lost:
+            for result in results:
+                if isinstance(result, Path):
+                    result.unlink(missing_ok=True)
             self.clients = [client for client in self.clients if client not in lost]
             if not self.clients:
                 raise ConnectionError("no capture server answers any more; see the server's log and use --resume")
@@ -237,18 +243,26 @@ class CaptureSource:
     def _drop(self, error: RecordError) -> None:
         self.state.dropped.append(str(error))
         logger.warning("dropped record %d: %s", len(self.state.dropped), error)
+        self._append([{"dropped": str(error), "next": self.state.next}])
         if len(self.state.dropped) > self.max_dropped:
             raise RuntimeError(
                 f"{len(self.state.dropped)} bad records, stream.max_dropped={self.max_dropped}; the last: {error}"
             )
 
     def _log(self, refs: list[SampleRef], positions: list[int]) -> None:
-        """One line per delivered sample, in order; flushed before the refs are published."""
-        self.state.delivered += len(refs)
+        """One line per delivered sample, in order, before the refs are published."""
+        numbers = range(self.state.delivered, self.state.delivered + len(refs))
+        self._append(
+            [
+                {"number": number, "sample": ref.sample_id, "position": position, "next": self.state.next}
+                for number, ref, position in zip(numbers, refs, positions, strict=True)
+            ]
+        )
+        self.state.delivered = numbers.stop
+
+    def _append(self, entries: list[dict[str, Any]]) -> None:
         with open(self.log, "a", encoding="utf-8") as stream:
-            for ref, position in zip(refs, positions, strict=True):
-                entry = {"sample": ref.sample_id, "position": position, "next": self.state.next}
-                stream.write(json.dumps(entry) + "\n")
+            stream.writelines(f"\n{json.dumps(entry)}" for entry in entries)  # first the break: the last may be cut
 
     def report(self) -> dict[str, Any]:
         """Counts and names for the run's summary."""

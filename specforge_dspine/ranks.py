@@ -1,0 +1,34 @@
+"""Work that rank 0 does for all ranks, without leaving the others waiting when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on, for a reason that the message gives; no fault of the code."""
+
+
+def on_every_rank(rank: int, action: Callable[[], Any]) -> Any:
+    """Run ``action`` on rank 0 and give its result to all; its failure is raised on all ranks.
+
+    Raises:
+        RunFailed: on ranks other than 0, when rank 0 failed.
+    """
+    outcome: list[Any] = [None, None]
+    failure: BaseException | None = None
+    if rank == 0:
+        try:
+            outcome[0] = action()
+        except BaseException as error:
+            failure, outcome[1] = error, f"{type(error).__name__}: {error}"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise RunFailed(f"rank 0 failed: {outcome[1]}")
+    return outcome[0]

@@ -1,0 +1,86 @@
+"""A run's directory: who holds it, what of it may be continued, and how its small files are written."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from specforge.training.checkpoint import STATE_FILE, CheckpointManager
+
+from specforge_dspine.metrics import METRICS_FILE, rewind_metrics
+from specforge_dspine.recipe import Recipe, RecipeError
+
+RECIPE_FILE, DRAFT_CONFIG_FILE, DELIVERY_LOG = "recipe.yaml", "draft_config.json", "delivered.jsonl"
+
+
+@contextlib.contextmanager
+def exclusive(run_dir: Path) -> Iterator[None]:
+    """Hold the run's directory; the lock goes with this process, however it ends.
+
+    Raises:
+        RecipeError: another process holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecipeError(f"output_dir={str(run_dir)!r}: another process is running there") from None
+        yield
+
+
+def claim_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
+    """Refuse a directory that holds a run, or find the checkpoint to continue from (None: from the beginning).
+    Nothing of an earlier run is changed yet: see ``accept``.
+
+    A start that failed before its first step left nothing worth keeping, and counts as no run.
+
+    Raises:
+        RecipeError: the directory holds a run and ``resume`` is False, or there is nothing to resume.
+    """
+    run_dir = recipe.run_dir
+    log = run_dir / METRICS_FILE
+    checkpoint: str | None = None
+    with contextlib.suppress(FileNotFoundError):
+        checkpoint = str(CheckpointManager.resolve_resume_dir(str(run_dir)))
+    holds_run = checkpoint is not None or (log.exists() and log.stat().st_size > 0)
+    if holds_run and not resume:
+        raise RecipeError(
+            f"output_dir={str(run_dir)!r} already holds a run; continue it with --resume, or give another output_dir"
+        )
+    if resume and not holds_run:
+        raise RecipeError(f"output_dir={str(run_dir)!r} holds no run to resume; start it without --resume")
+    if not resume:
+        (run_dir / DELIVERY_LOG).unlink(missing_ok=True)  # of a start that failed
+    return checkpoint
+
+
+def checkpoint_step(path: str | None) -> int:
+    """Optimizer steps of a checkpoint folder; 0 without one."""
+    if path is None:
+        return 0
+    state = torch.load(Path(path) / STATE_FILE, map_location="cpu", weights_only=False, mmap=True)
+    return int(state["global_step"])
+
+
+def accept(recipe: Recipe, draft_config: dict[str, Any], checkpoint: str | None) -> None:
+    """The trainer is built and has accepted ``checkpoint``: from here on the directory is this run's.
+
+    Writes the resolved recipe and the draft's config, and takes metrics after the checkpoint out.
+    """
+    recipe.save(recipe.run_dir / RECIPE_FILE)
+    write_json(recipe.run_dir / DRAFT_CONFIG_FILE, draft_config)
+    rewind_metrics(recipe.run_dir / METRICS_FILE, checkpoint_step(checkpoint))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` atomically."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    os.replace(partial, path)
