@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
+from specforge_dspine.rundir import write_json
 from specforge_dspine.signals import Interrupted, unwinding_signals
 from specforge_dspine.stream.server import ManagedServer, ServerFailed
 
@@ -42,36 +43,53 @@ class StageFailed(RuntimeError):
 
 
 class Stages:
-    """Runs commands of this installation one after the other and notes how long each took, in seconds."""
+    """Runs commands of this installation and notes how long each took, in seconds; leaving ends what still runs."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.running: set[subprocess.Popen[bytes]] = set()
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the commands that are running."""
+        for process in list(self.running):
+            process.terminate()  # a stage ends its own servers and says how to continue
+            process.wait()
 
     def run(self, module: str, *arguments: object, name: str | None = None) -> None:
+        """``python -m module arguments``.
+
+        Raises:
+            StageFailed: it ended with an error.
+        """
         words = [module, *map(str, arguments)]
         print(f"\n$ python -m {shlex.join(words)}", flush=True)
         started = time.monotonic()
         # Idle threads that spin take the cores from the server beside them.
         process = subprocess.Popen([sys.executable, "-m", *words], env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()  # a stage ends its own servers and says how to continue
-            process.wait()
-            raise
+        self.running.add(process)
+        code = process.wait()
+        self.running.discard(process)
         if code:
             raise StageFailed(f"python -m {module} ended with status {code}")
         self.seconds[name or module] = round(time.monotonic() - started, 1)
 
 
-def demo(recipe_path: Path, recipe: Recipe, out: Path, *, prompts: int, heldout: int, new_tokens: int) -> None:
+def demo(
+    stages: Stages, recipe_path: Path, recipe: Recipe, out: Path, *, prompts: int, heldout: int, new_tokens: int
+) -> None:
     """All stages; everything goes below ``out`` and the recipe's own paths.
 
     Raises:
         StageFailed: a stage failed.
-        ServerFailed: the server for the answers did not start.
+        ServerFailed: a server for the answers did not start.
     """
-    stages, target = Stages(), recipe.host.model.target_model_path
+    target, layers = recipe.host.model.target_model_path, recipe.dspine.target_layer_ids
     samples = {split: out / f"{split}.samples.jsonl" for split in ("train", "heldout")}
     stages.run("data_prep.target", "--out", target)
     stages.run(
@@ -79,39 +97,34 @@ def demo(recipe_path: Path, recipe: Recipe, out: Path, *, prompts: int, heldout:
         *("--sources", SOURCES, "--limit", prompts, "--heldout", heldout, "--seed", recipe.host.training.seed),
         *("--max-turns", 1, "--out", out),
     )
-    started = time.monotonic()
-    servers = [
-        ManagedServer(
-            target,
-            out / f"answers{k}",
-            recipe.dspine.target_layer_ids,
-            dtype=recipe.host.model.torch_dtype,
-            max_running_requests=BATCH,
-            max_total_tokens=BATCH * recipe.host.data.max_length,
-        )
-        for k in range(SERVERS)
-    ]
-    with contextlib.ExitStack() as stack:
-        with ThreadPoolExecutor(SERVERS) as pool:
-            for server in servers:
-                stack.push(server)
-            list(pool.map(ManagedServer.start, servers))
-        stages.seconds["servers start"] = round(time.monotonic() - started, 1)
-        urls = [server.url for server in servers]
-        for split, path in samples.items():
+    with answering_servers(stages, recipe, out) as urls:
+
+        def regenerate(split: str) -> None:
             stages.run(
                 "data_prep.regenerate",
-                *("--target", target, "--server", *urls, "--prompts", out / f"{split}.jsonl", "--out", path),
-                *("--max-new-tokens", new_tokens, "--max-length", recipe.host.data.max_length),
-                *("--batch", BATCH * SERVERS),
+                *("--target", target, "--server", *urls, "--prompts", out / f"{split}.jsonl"),
+                *("--out", samples[split], "--max-new-tokens", new_tokens),
+                *("--max-length", recipe.host.data.max_length, "--batch", BATCH * SERVERS),
                 name=f"regenerate {split}",
             )
-        stages.run(
-            "specforge_dspine.capture",
-            *("--target", target, "--server", urls[0], "--samples", samples["heldout"]),
-            *("--layers", ",".join(map(str, recipe.dspine.target_layer_ids))),
-            *("--dtype", recipe.host.model.torch_dtype, "--out", out / "heldout"),
-        )
+
+        def prepare_heldout() -> None:
+            regenerate("heldout")
+            stages.run(
+                "specforge_dspine.capture",
+                *("--target", target, "--server", urls[0], "--samples", samples["heldout"]),
+                *("--layers", ",".join(map(str, layers)), "--dtype", recipe.host.model.torch_dtype),
+                *("--out", out / "heldout"),
+            )
+
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(regenerate, "train"), pool.submit(prepare_heldout)]
+            try:
+                for done in waiting:
+                    done.result()
+            except BaseException:
+                stages.end()  # else leaving the pool waits for them
+                raise
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
     stages.run("specforge_dspine.train", "--recipe", recipe_path, f"data.prompts_path={samples['train']}")
     stages.run(
@@ -119,9 +132,30 @@ def demo(recipe_path: Path, recipe: Recipe, out: Path, *, prompts: int, heldout:
         *("--draft", recipe.run_dir / "export" / "sglang", "--target", target, "--features", out / "heldout"),
         *("--run", recipe.run_dir, "--out", out),
     )
-    (out / "seconds.json").write_text(json.dumps(stages.seconds, indent=1) + "\n", encoding="utf-8")
-    print("\nseconds: " + ", ".join(f"{name} {value:g}" for name, value in stages.seconds.items()))
-    print(f"all stages: {sum(stages.seconds.values()):.0f} s; look at {out}/report.png")
+
+
+@contextlib.contextmanager
+def answering_servers(stages: Stages, recipe: Recipe, out: Path) -> Iterator[list[str]]:
+    """URLs of the servers that answer the prompts, one thread each on the CPU."""
+    started = time.monotonic()
+    servers = [
+        ManagedServer(
+            recipe.host.model.target_model_path,
+            out / f"answers{k}",
+            recipe.dspine.target_layer_ids,
+            dtype=recipe.host.model.torch_dtype,
+            max_running_requests=2 * BATCH,
+            max_total_tokens=2 * BATCH * recipe.host.data.max_length,
+        )
+        for k in range(SERVERS)
+    ]
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.push(server)
+        with ThreadPoolExecutor(SERVERS) as pool:
+            list(pool.map(ManagedServer.start, servers))
+        stages.seconds["servers start"] = round(time.monotonic() - started, 1)
+        yield [server.url for server in servers]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,8 +173,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         recipe = load_recipe(args.recipe)
         args.out.mkdir(parents=True, exist_ok=True)
-        with unwinding_signals():
+        started = time.monotonic()
+        with unwinding_signals(), Stages() as stages:
             demo(
+                stages,
                 args.recipe,
                 recipe,
                 args.out,
@@ -148,6 +184,10 @@ def main(argv: list[str] | None = None) -> int:
                 heldout=args.heldout,
                 new_tokens=args.new_tokens,
             )
+        seconds = stages.seconds | {"all": round(time.monotonic() - started, 1)}
+        write_json(args.out / "seconds.json", seconds)
+        print("\nseconds: " + ", ".join(f"{name} {value:g}" for name, value in seconds.items()))
+        print(f"look at {args.out}/report.png")
     except (RecipeError, StageFailed, ServerFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
