@@ -243,6 +243,7 @@ class Regeneration:
 
 
 def record_key(record: Record) -> Key:
+    """Where a record belongs: its conversation and turn."""
     return record["conversation"], record["turn"]
 
 

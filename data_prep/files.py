@@ -30,6 +30,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def to_line(row: Mapping[str, Any] | Sequence[Any]) -> str:
+    """One JSONL line."""
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
@@ -50,5 +51,6 @@ def read_jsonl(path: Path) -> list[Any]:
 
 
 def file_sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

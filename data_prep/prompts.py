@@ -113,6 +113,7 @@ def turn_key(text: str) -> str:
 
 
 def first_turn(messages: Sequence[Message]) -> str:
+    """The first user turn, by which prompts are told apart."""
     return next(message["content"] for message in messages if message["role"] == "user")
 
 
@@ -134,6 +135,7 @@ def write(selection: Selection, out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; see the module's text."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.prompts", description="Choose training and held-out prompts."
     )

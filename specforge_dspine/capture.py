@@ -137,6 +137,7 @@ class FeatureFolder:
             )
 
     def has(self, sample: Sample) -> bool:
+        """Whether ``sample`` is captured already."""
         return self._file(sample).exists()
 
     def add(self, sample: Sample, record: Path) -> None:
@@ -150,6 +151,7 @@ class FeatureFolder:
             record.unlink()
 
     def write_manifest(self, *, complete: bool) -> None:
+        """What the folder holds and was made from, atomically."""
         content = {
             "inputs": self._inputs,
             "complete": complete,
@@ -255,6 +257,7 @@ def run(options: argparse.Namespace) -> FeatureFolder:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; see the module's text."""
     parser = argparse.ArgumentParser(
         prog="python -m specforge_dspine.capture",
         description="Write SpecForge offline features through an SGLang server with our capture plugin.",

@@ -55,6 +55,7 @@ class Check(NamedTuple):
 
     @property
     def ok(self) -> bool:
+        """Within tolerance; False for NaN."""
         return self.error <= self.tolerance  # False for NaN
 
 
@@ -91,6 +92,7 @@ def candidate_error(logits: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def transfer_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The transfer space of the file's head, streamed in chunks of few rows (§3)."""
     space = build_transfer_space(
         v.head, v.draft.settings.transfer_rank, dtype=torch.promote_types(v.dtype, torch.float32), chunk_rows=17
     )
@@ -100,6 +102,7 @@ def transfer_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def schedule_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """β and the curriculum's probability at the file's step (§5)."""
     s = v.scalars
     beta = alignment_beta(s["step"], s["warmup_steps"], v.draft.settings)
     chance = replacement_probability(s["step"], s["total_steps"], v.draft.settings)
@@ -112,10 +115,12 @@ def _scalar(value: float) -> Tensor:
 
 
 def forward(v: Vectors, *, replace: bool) -> DraftOutput:
+    """The draft's outputs of the padded batch, [2, N + 1, B, ..]."""
     return v.model.draft_blocks(v.batch("input_ids"), v.batch("taps"), v.blocks(replace=replace), with_features=True)
 
 
 def output_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Hidden states, pre-injection states and features of the file's blocks (§2–4)."""
     count = len(v.anchors)
     for replace, suffix in ((True, ""), (False, "_no_replacement")):
         out = forward(v, replace=replace)
@@ -126,6 +131,7 @@ def output_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def rows_of(v: Vectors) -> Rows:
+    """The supervised rows of the padded batch."""
     return supervised_rows(
         v.batch("input_ids"),
         v.loss_mask(),
@@ -236,6 +242,7 @@ def conformance(path: Path, dtype: torch.dtype) -> list[Check]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status (see the module's text)."""
     parser = argparse.ArgumentParser(prog="python -m specforge_dspine.conformance", description=__doc__)
     parser.add_argument("file", type=Path, help="vector file (.safetensors, with a .json of scalars beside it)")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")

@@ -28,6 +28,7 @@ class Blocks(NamedTuple):
     replaced: Tensor
 
     def to(self, device: torch.device) -> Blocks:
+        """The same blocks on ``device``."""
         return Blocks(*(value.to(device, non_blocking=True) for value in self))
 
 

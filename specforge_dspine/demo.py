@@ -159,6 +159,7 @@ def answering_servers(stages: Stages, recipe: Recipe, out: Path) -> Iterator[lis
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status (see the module's text)."""
     parser = argparse.ArgumentParser(
         prog="python -m specforge_dspine.demo",
         description=__doc__,

@@ -200,6 +200,7 @@ Weights are {payload["dtype"]}; `{TABLE}` is float32 and belongs to this draft: 
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status (see the module's text)."""
     parser = argparse.ArgumentParser(
         prog="python -m specforge_dspine.export",
         description=__doc__,

@@ -58,6 +58,7 @@ class RunLogger:
             )
 
     def close(self) -> None:
+        """Close the tracker."""
         if self._tracker is not None:
             self._tracker.close()
 

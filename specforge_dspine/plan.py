@@ -45,11 +45,13 @@ class Plan:
 
     @property
     def quantum(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
         training = self.recipe.host.training
         return self.ranks * training.batch_size * training.accumulation_steps
 
     @property
     def warmup_steps(self) -> int:
+        """Optimizer steps of the learning rate's warm-up, as SpecForge counts them."""
         return int(self.recipe.host.training.warmup_ratio * self.total_steps)
 
     @property

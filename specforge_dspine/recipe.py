@@ -142,6 +142,7 @@ class Recipe:
 
     @property
     def run_dir(self) -> Path:
+        """``output_dir``."""
         return Path(self.host.output_dir)
 
     def resolved(self) -> dict[str, Any]:

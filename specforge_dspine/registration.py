@@ -102,6 +102,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         self.bad_samples: list[str] = []
 
     def trainable_module(self) -> torch.nn.Module:
+        """SpecForge's seam: the wrapped composite model."""
         return self.model
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext | None = None) -> StepOutput:

@@ -203,6 +203,7 @@ def make_report(
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status (see the module's text)."""
     parser = argparse.ArgumentParser(
         prog="python -m specforge_dspine.report",
         description=__doc__,

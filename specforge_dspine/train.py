@@ -212,6 +212,7 @@ def export_all(recipe: Recipe) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status (see the module's text)."""
     parser = argparse.ArgumentParser(
         prog="python -m specforge_dspine.train",
         description=__doc__,

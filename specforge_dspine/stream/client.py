@@ -94,6 +94,7 @@ class SGLangClient:
         self._session.trust_env = False  # the server shares our disk: never behind a proxy
 
     def close(self) -> None:
+        """Close the connection."""
         self._session.close()
 
     def __enter__(self) -> SGLangClient:

@@ -59,6 +59,7 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    """The command line; see the module's text."""
     owner, separator, *command = arguments
     if separator != "--" or not command:
         raise SystemExit("usage: python -m specforge_dspine.stream.guard OWNER_PID -- COMMAND…")
