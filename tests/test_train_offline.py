@@ -17,6 +17,8 @@ from small import save_tokenizer, tiny_recipe, write_samples
 from targets import build_qwen3
 
 from specforge_dspine.export import load_draft
+from specforge_dspine.masks import block_causal_mask
+from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.train import exclusive, main
 
 LAYERS = [0, 2, 4]
@@ -135,12 +137,16 @@ def test_resume_repeats_the_uninterrupted_run_bit_for_bit(world: Path, finished:
 
 
 def test_resume_under_another_objective_is_refused(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused, with what differs, and without touching a byte of the run."""
     run = world / "changed"
     recipe = write_recipe(world, run)
     assert main(["--recipe", str(recipe), "training.max_steps=2"]) == 0
-    assert main(["--recipe", str(recipe), "--resume", "dspine.ce_weight=0.2"]) == 2
-    message = capsys.readouterr().err
-    assert "dspine_options" in message and "'0.2'" in message
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for override in ("dspine.ce_weight=0.2", "dspine.target_layer_ids=[0, 1, 2]", "training.batch_size=4"):
+        assert main(["--recipe", str(recipe), "--resume", override]) == 2
+        message = capsys.readouterr().err
+        assert override.split(".")[1].split("=")[0] in message
+        assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.ranks
@@ -215,3 +221,43 @@ def test_features_of_other_taps_are_refused(world: Path, tmp_path: Path, capsys:
     recipe = write_recipe(world, tmp_path / "run")
     assert main(["--recipe", str(recipe), "dspine.target_layer_ids=[0, 2]"]) == 2
     assert re.search(r"hidden_states of .* is 192 wide .* give 128", capsys.readouterr().err)
+
+
+def test_bfloat16_trains_exports_and_loads(world: Path, tmp_path: Path) -> None:
+    """bfloat16 from features to served weights: float32 masters, a float32 table, and RoPE as it will be served."""
+    folder = tmp_path / "features"
+    folder.mkdir()
+    for file in sorted((world / "features").iterdir()):
+        record = torch.load(file)
+        states = {name: value.bfloat16() for name, value in record.items() if value.is_floating_point()}
+        torch.save(record | states, folder / file.name)
+    run = tmp_path / "run"
+    recipe = write_recipe(world, run, max_steps=2, total_steps=2)
+    overrides = ["model.torch_dtype=bfloat16", f"data.hidden_states_path={folder}"]
+    assert main(["--recipe", str(recipe), *overrides]) == 0
+    assert all(line["loss"] > 0 for line in metrics(run))
+    rank_state = torch.load(run / "tiny-step2" / "training_state.pt", weights_only=False)
+    masters = rank_state["replicated_optimizer_state"]["fp32_params"]
+    assert all(value.dtype is torch.float32 for value in masters)
+
+    ours = load_draft(run / "export" / "sglang")
+    theirs = DSpineDraftModel.from_pretrained(
+        run / "export" / "specforge", dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).eval()
+    outputs = []
+    for draft in (ours, theirs):
+        assert draft.fc.weight.dtype is torch.bfloat16
+        assert all(b.dtype is not torch.bfloat16 for b in draft.buffers())
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(1, 4, 64, generator=generator).bfloat16()
+        context = torch.randn(1, 5, 192, generator=generator).bfloat16()
+        with torch.no_grad():
+            out = draft(
+                position_ids=torch.cat([torch.arange(2995, 3000), torch.arange(3000, 3004)])[None],
+                attention_mask=block_causal_mask(torch.tensor([[5]]), torch.tensor([[True]]), 5, 4),
+                noise_embedding=noise,
+                target_hidden=context,
+                predecessor_ids=torch.tensor([[[5, 6, 7]]]),
+            )
+        outputs.append(out.hidden)
+    assert torch.equal(outputs[0], outputs[1])
