@@ -1,4 +1,4 @@
-"""DSpine as a SpecForge algorithm: contract, providers and step strategy, added to its registry.
+"""DSpine as a SpecForge algorithm: contract and providers, added to its registry.
 
 ``dspine_registry(options)`` is SpecForge's built-in registry with one more registration, whose providers carry
 the recipe's ``dspine:`` section. Features and their storage are those of DSpark: input_ids, loss_mask,
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +45,6 @@ from specforge.algorithms.contracts import (
 from specforge.algorithms.registry import AlgorithmRegistration, AlgorithmRegistry
 from specforge.config import Config
 from specforge.data.loss_mask import has_consecutive_supervised_tokens
-from specforge.runtime.contracts import TrainBatch
-from specforge.training.strategies.base import DraftTrainStrategy, StepContext, StepOutput
 from transformers import AutoTokenizer, PretrainedConfig
 
 from specforge_dspine.config import (
@@ -58,130 +55,19 @@ from specforge_dspine.config import (
     match_draft_config,
     settings_of,
 )
-from specforge_dspine.curriculum import alignment_beta, draw_blocks, replacement_probability
 from specforge_dspine.host import build_dflash_family_model, build_registered_draft
 from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.ranks import on_every_rank
-from specforge_dspine.recipe import ALGORITHM, RecipeError
+from specforge_dspine.recipe import ALGORITHM
+from specforge_dspine.strategy import FEATURES, DSpineTrainStrategy, Schedule
 from specforge_dspine.training_model import DSpineTrainingModel
 from specforge_dspine.transfer import cached_transfer_space
 from specforge_dspine.vocabulary import emittable, resolve_mask_token
 
 logger = logging.getLogger(__name__)
 
-FEATURES = frozenset({"input_ids", "loss_mask", "hidden_states", "target_last_hidden_states"})
 NORMALIZER_ID = "dspine_offline_v1"
-MAX_BAD_SAMPLES = 64  # samples with non-finite states that are left out before a run stops
 LONGEST = 1 << 31  # streamed records were cut to data.max_length when their prompts were read
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What the step needs to know of the run: its ``seed`` and the learning rate's warm-up as a fraction."""
-
-    seed: int
-    warmup_ratio: float
-
-
-class DSpineTrainStrategy(DraftTrainStrategy):
-    """One micro-batch → loss: draws its blocks, asks the model, reports sums and counts.
-
-    The loss goes out as (numerator, denominator), which SpecForge sums over the optimizer window and all ranks.
-    """
-
-    name = ALGORITHM
-    required_features: ClassVar[set[str]] = set(FEATURES)
-
-    def __init__(self, model: torch.nn.Module, schedule: Schedule) -> None:
-        self.model = model
-        self.schedule = schedule
-        # Under DDP or FSDP the wrapper owns the forward; sizes and settings are the module's inside.
-        inner = model if isinstance(model, DSpineTrainingModel) else model.module
-        assert isinstance(inner, DSpineTrainingModel)
-        self.inner = inner
-        self.bad_samples: list[str] = []
-
-    def trainable_module(self) -> torch.nn.Module:
-        """SpecForge's seam: the wrapped composite model."""
-        return self.model
-
-    def forward_loss(self, batch: TrainBatch, ctx: StepContext | None = None) -> StepOutput:
-        """``batch.tensors``: input_ids, loss_mask [R, S]; hidden_states [R, S, T·H]; target_last_hidden_states
-        [R, S, H]. ``ctx`` gives the optimizer steps taken and planned; outside training nothing is replaced.
-
-        Raises:
-            ValueError: a feature is missing, or the schedule's horizon is unknown.
-        """
-        self.validate_batch(batch)
-        self.leave_out_bad_samples(batch)
-        if ctx is None or not ctx.total_steps:
-            raise ValueError("total_steps is unknown: the curriculum and the gate need a schedule's horizon")
-        settings = self.inner.draft_model.settings
-        step, total = ctx.global_step, ctx.total_steps
-        warmup = settings.alignment_warmup_steps
-        beta = alignment_beta(step, int(self.schedule.warmup_ratio * total) if warmup is None else warmup, settings)
-        chance = replacement_probability(step, total, settings) if self.model.training else 0.0
-        blocks = draw_blocks(
-            batch.tensors["loss_mask"],
-            batch.sample_ids,
-            seed=self.schedule.seed,
-            num_anchors=self.inner.num_anchors,
-            probability=chance,
-        )
-        device = self.inner.lm_head.weight.device
-        tensors = {name: batch.tensors[name].to(device, non_blocking=True) for name in FEATURES}
-        loss = self.model(**tensors, blocks=blocks.to(device), beta=beta)
-        kept = blocks.keep.sum()
-        parts = {
-            **loss.parts,
-            "beta": (torch.tensor(beta), torch.tensor(1.0)),
-            "replacement_probability": (torch.tensor(chance), torch.tensor(1.0)),
-            "replaced_share": ((blocks.replaced & blocks.keep).sum(), kept),
-            "blocks": (kept, torch.tensor(1.0)),
-        }
-        mean = loss.numerator.detach() / loss.denominator.clamp_min(1e-12)
-        return StepOutput(loss=mean, metrics={}, ratio_metrics=parts, loss_terms=(loss.numerator, loss.denominator))
-
-    def validate_batch(self, batch: TrainBatch) -> None:
-        """SpecForge checks names; the widths of DFlash-family features are ours to check.
-
-        Raises:
-            RecipeError: a feature of another width or dtype than this target and these taps give.
-            ValueError: a feature is missing.
-        """
-        super().validate_batch(batch)
-        taps, hidden = self.inner.draft_model.fc.in_features, self.inner.draft_model.fc.out_features
-        for name, width in (("hidden_states", taps), ("target_last_hidden_states", hidden)):
-            value = batch.tensors[name]
-            if value.shape[-1] != width or value.dtype != self.inner.lm_head.weight.dtype:
-                raise RecipeError(
-                    f"{name} of {batch.sample_ids} is {value.shape[-1]} wide in {value.dtype}; this target and "
-                    f"dspine.target_layer_ids give {width} in {self.inner.lm_head.weight.dtype}: capture it again"
-                )
-
-    def leave_out_bad_samples(self, batch: TrainBatch) -> None:
-        """Samples whose states are not finite supervise nothing: named, counted, and tolerated up to a limit.
-
-        Raises:
-            RuntimeError: more than ``MAX_BAD_SAMPLES`` of them.
-        """
-        for name in ("hidden_states", "target_last_hidden_states"):
-            states = batch.tensors[name]
-            for row in (~torch.isfinite(states).flatten(1).all(dim=1)).nonzero().flatten().tolist():
-                logger.warning("left out: %s of sample %s is not finite", name, batch.sample_ids[row])
-                self.bad_samples.append(batch.sample_ids[row])
-                for feature in ("hidden_states", "target_last_hidden_states", "loss_mask"):
-                    batch.tensors[feature][row] = 0
-        if len(self.bad_samples) > MAX_BAD_SAMPLES:
-            raise RuntimeError(
-                f"{len(self.bad_samples)} samples were not finite (at most {MAX_BAD_SAMPLES} are left out), "
-                f"the last: {self.bad_samples[-1]}; capture the features again"
-            )
-
-    def checkpoint_state_filter(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The draft's own tensors, names as in the exported checkpoint."""
-        prefix = "draft_model."
-        return {k.split(prefix, 1)[1]: v for k, v in state_dict.items() if prefix in k}
 
 
 def resume_contract(
