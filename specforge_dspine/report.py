@@ -4,8 +4,8 @@
 
 ``--features`` is a folder that ``specforge_dspine.capture`` wrote from held-out samples: the target's greedy answers
 and its states over them. Three drafts are compared on the same answers: the trained one with last-write refinement,
-the same without it, and an untrained draft. ``--live N`` decodes N of the prompts for real and demands the same
-tokens and rounds. τ, its intervals and every round's tokens go to report.json (docs/metrics.md says what is what).
+the same without it, and an untrained draft (on 16). ``--live N`` decodes N of the prompts for real and demands the
+same tokens and rounds. τ, its intervals and every round's tokens go to report.json (fields: docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from specforge_dspine.transfer import build_transfer_space
 
 Traces = dict[str, list[Trace]]
 
+UNTRAINED_PROMPTS = 16  # that the untrained draft is tried on: it gets nothing right, and it takes no more to see
+
 
 class LiveMismatch(RuntimeError):
     """Real decoding and its replay disagree: one of the two is wrong."""
@@ -57,7 +59,8 @@ def untrained_like(draft: DSpineDraftModel, head: Tensor, seed: int = 0) -> DSpi
 
 
 def replay_all(models: dict[str, DSpineTrainingModel], files: Sequence[str]) -> Traces:
-    """Traces by variant: "refined" and "unrefined" of the trained model, "untrained" (refined) of the fresh one."""
+    """Traces by variant: "refined" and "unrefined" of the trained model, "untrained" (refined) of the fresh one, on
+    the first ``UNTRAINED_PROMPTS`` alone."""
     traces: Traces = {"refined": [], "unrefined": [], "untrained": []}
     dtype = models["trained"].lm_head.weight.dtype
     for file in tqdm(files, desc="drafting", unit="prompt", disable=not sys.stderr.isatty()):
@@ -68,7 +71,8 @@ def replay_all(models: dict[str, DSpineTrainingModel], files: Sequence[str]) -> 
         trained = replay(models["trained"], name, ids, taps, prompt)
         for variant in ("refined", "unrefined"):
             traces[variant].append(trained[variant])
-        traces["untrained"].append(replay(models["untrained"], name, ids, taps, prompt)["refined"])
+        if len(traces["untrained"]) < UNTRAINED_PROMPTS:
+            traces["untrained"].append(replay(models["untrained"], name, ids, taps, prompt)["refined"])
     return traces
 
 
