@@ -36,7 +36,7 @@ from specforge_dspine.stream.client import SGLangClient, StreamProofError
 from specforge_dspine.stream.server import ManagedServer, ServerFailed
 from specforge_dspine.stream.source import CaptureSource, PromptPlan, resume_delivery
 
-PROBE_TOKENS = 32  # of the first sample, for the proof of the stream
+PROBE_TOKENS = 32  # at most, of a real sample, for the proof of the stream
 
 
 @contextlib.contextmanager
