@@ -19,11 +19,14 @@ from specforge.runtime.control_plane.metadata_store import NoOpMetadataStore, SQ
 from specforge.runtime.data_plane.feature_store import LocalFeatureStore
 from specforge.runtime.data_plane.streaming_ref_channel import StreamingRefChannel
 from specforge.training import Trainer
+from specforge.training.strategies.base import StepContext
 from torch.utils.data import DistributedSampler
 
-from specforge_dspine.host import optimizer_factory
+from specforge_dspine.heldout import HeldoutSamples, evaluate
+from specforge_dspine.host import optimizer_factory, train_windows
 from specforge_dspine.plan import Plan
 from specforge_dspine.stream.source import CaptureSource, SpoolStore
+from specforge_dspine.window import WindowCore
 
 Logger = Callable[[dict[str, Any], int], None]
 
@@ -43,11 +46,26 @@ def common_options(plan: Plan, bundle: Any, logger: Logger) -> dict[str, Any]:
         "total_steps": plan.total_steps,
         "save_interval": training.save_interval,
         "max_checkpoints": training.max_checkpoints,
+        "eval_interval": plan.recipe.heldout.interval if plan.recipe.heldout is not None else 0,
+        "eval_data_factory": tuple,  # that there is one makes SpecForge evaluate; with_windows says what that does
         "logger": logger,
         "log_interval": training.log_interval,
         "strategy_kwargs": bundle.strategy_kwargs,
         "dataloader_num_workers": default if workers is None else workers,
     }
+
+
+def with_windows(trainer: Trainer, plan: Plan, rank: int) -> Trainer:
+    """``trainer`` with exact sums over its optimizer windows, and with our held-out metrics (host.train_windows)."""
+    provider = plan.algorithm.providers.offline_for("text")
+    samples = HeldoutSamples(plan.heldout_files, provider, plan.recipe.host.data.max_length)
+
+    def evaluate_heldout() -> dict[str, float]:
+        ctx = StepContext(global_step=trainer.global_step, total_steps=plan.total_steps)
+        return evaluate(trainer.core.strategy, samples, ctx, rank=rank, ranks=plan.ranks)
+
+    train_windows(trainer, WindowCore, evaluate_heldout)
+    return trainer
 
 
 def epoch_refs(refs: list[SampleRef], epoch: int, *, seed: int, rank: int, ranks: int) -> list[SampleRef]:
@@ -82,7 +100,7 @@ def offline_trainer(plan: Plan, bundle: Any, logger: Logger, *, rank: int, resum
     def refs_for_epoch(epoch: int) -> list[SampleRef]:
         return epoch_refs(source, epoch, seed=training.seed, rank=rank, ranks=plan.ranks)
 
-    return Trainer(
+    trainer = Trainer(
         algorithm_name=plan.algorithm.name,
         make_step_strategy=plan.algorithm.providers.step.build,
         controller=DataFlowController(host.run_id, metadata_store=NoOpMetadataStore(), enable_sample_queue=False),
@@ -98,6 +116,7 @@ def offline_trainer(plan: Plan, bundle: Any, logger: Logger, *, rank: int, resum
         checkpoint_extra={"offline_files": len(source)},
         **common_options(plan, bundle, logger),
     )
+    return with_windows(trainer, plan, rank)
 
 
 def stream_paths(run_dir: Path) -> dict[str, Path]:
@@ -112,7 +131,14 @@ def record_store(run_dir: Path) -> SpoolStore:
 
 
 def streamed_trainer(
-    plan: Plan, bundle: Any, logger: Logger, *, paths: dict[str, Path], resume_from: str | None, start_step: int
+    plan: Plan,
+    bundle: Any,
+    logger: Logger,
+    *,
+    rank: int,
+    paths: dict[str, Path],
+    resume_from: str | None,
+    start_step: int,
 ) -> Trainer:
     """SpecForge's online consumer over a directory store; every rank calls it, rank 0 owns the ledger.
 
@@ -122,7 +148,7 @@ def streamed_trainer(
         ledger = SQLiteMetadataStore(str(paths["ledger"]))
         ledger.record_train_ack([], global_step=start_step, optimizer_durable=True)
         ledger.close()
-    return build_disagg_online_consumer(
+    trainer = build_disagg_online_consumer(
         algorithm=plan.algorithm,
         feature_store=record_store(plan.recipe.run_dir),
         channel=StreamingRefChannel(str(paths["channel"])),
@@ -132,6 +158,7 @@ def streamed_trainer(
         resume_from=resume_from,
         **common_options(plan, bundle, logger),
     )
+    return with_windows(trainer, plan, rank)
 
 
 class Producer:

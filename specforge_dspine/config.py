@@ -13,6 +13,8 @@ from transformers import PretrainedConfig, Qwen3Config
 
 ARCHITECTURE = "DSpineDraftModel"
 
+Scope = Literal["microbatch", "window"]  # a micro-batch, or the optimizer window over all ranks
+Alignment = Literal["cosine", "ce", "off"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(gt=0)]
 
@@ -35,13 +37,48 @@ class DSpineSettings(StrictModel):
     ce_weight: Fraction = 0.1  # α of §5: α·CE + (1−α)·ℓ1
     alignment_weight: float = Field(default=0.5, ge=0.0)  # the plateau of β
     alignment_warmup_steps: int | None = Field(default=None, ge=0)  # None: the learning rate's warm-up
+    curriculum: bool = True  # right predecessors for some blocks, early in training
     replacement_layers: int = Field(ge=0)  # layers 1..this may receive right predecessors
     replacement_probability: Fraction = 0.5
     replacement_hold_ratio: Fraction = 1 / 6
     replacement_end_ratio: Fraction = 1 / 3
     candidate_mass_threshold: Fraction = 1e-4
+    causal: bool = True  # within a block; False: DFlash's bidirectional blocks
+    injection: bool = True  # adjacent causal injection; without it there is nothing to refine or to replace
+    refinement: bool = True  # last-write refinement, in the loss and in decoding
+    alignment: Alignment = "cosine"  # of every layer: 1 − cos to the label's code; "ce": the label's −log q; or none
     excluded_ids: tuple[int, ...] = ()  # ids below valid_vocab_size that the target never emits
     valid_vocab_size: int | None = Field(default=None, gt=0)  # tokenizer length; later rows are padding
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_goes_with_the_injection(cls, values: Any) -> Any:
+        """``injection: off`` alone is enough: refinement and curriculum go with it, unless they are asked for."""
+        if isinstance(values, dict):
+            values = dict(values)
+            if values.get("alignment") is False:
+                values["alignment"] = "off"  # what YAML makes of the word
+            if values.get("injection") is False:
+                values.setdefault("refinement", False)
+            if values.get("injection") is False or values.get("causal") is False:
+                values.setdefault("curriculum", False)
+        return values
+
+    @property
+    def has_readouts(self) -> bool:
+        """Does any layer read its states into the transfer space? Without that there is no code table either."""
+        return self.injection or self.alignment == "cosine"
+
+    @model_validator(mode="after")
+    def _nothing_without_the_injection(self) -> DSpineSettings:
+        if self.refinement and not self.injection:
+            raise ValueError("refinement redoes the last layer's injection: with injection off it must be off too")
+        if self.curriculum and not (self.injection and self.causal):
+            raise ValueError(
+                "curriculum: right predecessors travel by the injection, and in a bidirectional block they would "
+                "reach the slots that are to predict them; it must be off without injection, and without causal"
+            )
+        return self
 
     @model_validator(mode="after")
     def _curriculum_ends_after_it_holds(self) -> DSpineSettings:
@@ -61,6 +98,7 @@ class DSpineOptions(DSpineSettings):
     target_layer_ids: tuple[int, ...] = Field(min_length=1)  # 0-based: "output of layer k", T of them
     intermediate_size: Count | None = None  # None: the target's
     normalization: Literal["separate", "shared"] = "separate"
+    normalization_scope: Scope = "microbatch"  # of W, W_c and W_m in the refinement's two ratios
 
     def settings(self) -> dict[str, Any]:
         """The part that travels with the draft as ``dspine_config``."""
@@ -101,7 +139,7 @@ def complete_draft_config(
     payload.update(
         architectures=[ARCHITECTURE],
         block_size=options.block_size,
-        is_causal=True,
+        is_causal=options.causal,
         num_hidden_layers=layers,
         layer_types=["full_attention"] * layers,
         num_target_layers=int(target.num_hidden_layers),
@@ -117,7 +155,7 @@ def complete_draft_config(
             "mask_token_id": mask_id,
             "target_layer_ids": list(options.target_layer_ids),
             "block_size": options.block_size,
-            "causal": True,
+            "causal": options.causal,
         },
         dspine_config=settings,
     )
@@ -160,12 +198,15 @@ def match_draft_config(config: Any, options: DSpineOptions, settings: dict[str, 
         "transfer_rank": (options.transfer_rank, before.transfer_rank),
         "message_size": (options.message_size, before.message_size),
         "intermediate_size": (options.intermediate_size or config.intermediate_size, config.intermediate_size),
+        "causal": (options.causal, before.causal),
+        "injection": (options.injection, before.injection),
+        "readouts": (options.has_readouts, before.has_readouts),
     }
     for name, (wanted, found) in pairs.items():
         if wanted != found:
             raise ValueError(f"dspine.{name}={wanted}: the draft to start from has {found}; give that")
-    config.is_causal = True
-    config.dflash_config = dict(dflash) | {"block_size": config.block_size, "causal": True}
+    config.is_causal = options.causal
+    config.dflash_config = dict(dflash) | {"block_size": config.block_size, "causal": options.causal}
     config.dspine_config = settings
 
 
@@ -218,13 +259,13 @@ def small_draft_config(**overrides: Any) -> Qwen3Config:
             "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * o["layers"],
             "block_size": o["block_size"],
-            "is_causal": True,
+            "is_causal": o["settings"].causal,
             "num_target_layers": o["num_target_layers"],
             "dflash_config": {
                 "mask_token_id": o["mask_token_id"],
                 "target_layer_ids": list(o["target_layer_ids"]),
                 "block_size": o["block_size"],
-                "causal": True,
+                "causal": o["settings"].causal,
             },
             "dspine_config": settings,
         }

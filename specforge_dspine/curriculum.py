@@ -33,7 +33,9 @@ class Blocks(NamedTuple):
 
 
 def replacement_probability(step: int, total_steps: int, settings: DSpineSettings) -> float:
-    """p of the curriculum at ``step`` of ``total_steps`` optimizer steps: hold, then linear to 0."""
+    """p of the curriculum at ``step`` of ``total_steps`` optimizer steps: hold, then linear to 0; off: 0."""
+    if not settings.curriculum:
+        return 0.0
     hold = settings.replacement_hold_ratio * total_steps
     end = settings.replacement_end_ratio * total_steps
     if step < hold:
@@ -44,7 +46,9 @@ def replacement_probability(step: int, total_steps: int, settings: DSpineSetting
 
 
 def alignment_beta(step: int, warmup_steps: int, settings: DSpineSettings) -> float:
-    """β of the layer alignment at ``step``: linear over ``warmup_steps``, then ``alignment_weight``."""
+    """β of the layer alignment at ``step``: linear over ``warmup_steps``, then ``alignment_weight``; off: 0."""
+    if settings.alignment == "off":
+        return 0.0
     if warmup_steps == 0:
         return settings.alignment_weight
     return settings.alignment_weight * min(1.0, step / warmup_steps)

@@ -38,6 +38,7 @@ from specforge_dspine.formats import (
     check_config,
     check_tensors,
     flavour_config,
+    without_readouts,
 )
 from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.reference import read_json, read_reference, read_tensors
@@ -93,13 +94,16 @@ def write_checkpoint(
         CheckpointError: as ``export_run``, or ``out`` is something else than an earlier export.
     """
     check_tensors(tensors, config)
+    if LAYOUTS[flavour].bridge is not None and not settings_of(config).injection:
+        tensors, config = without_readouts(tensors, config)
     cast = {n: cast_weight(n, value, dtype).contiguous().clone() for n, value in tensors.items()}
     check_tensors(cast, config)  # again: a large weight overflows float16
     payload = flavour_config(config.to_dict(), config, flavour, dtype)
     check_config(payload)
-    file, stored_name = LAYOUTS[flavour].table
     files = {WEIGHTS: {n: value for n, value in cast.items() if n != TABLE}}
-    files.setdefault(file, {})[stored_name] = cast[TABLE]
+    if TABLE in cast:
+        file, stored_name = LAYOUTS[flavour].table
+        files.setdefault(file, {})[stored_name] = cast[TABLE]
 
     out = Path(out).absolute()
     refuse_foreign(out, {*files, CONFIG, CARD})
@@ -154,7 +158,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Qwen3Config]:
     payload = read_json(folder / CONFIG)
     flavour = check_config(payload)
     config = Qwen3Config.from_dict(payload | {"architectures": [ARCHITECTURE]})
-    tensors = read_tensors(folder, LAYOUTS[flavour].table)
+    tensors = read_tensors(folder, LAYOUTS[flavour].table if settings_of(config).has_readouts else None)
     check_tensors(tensors, config)
     for name, value in tensors.items():
         if name != TABLE and value.is_floating_point() and str(value.dtype) != f"torch.{payload.get('dtype')}":
@@ -178,22 +182,26 @@ def load_draft(folder: Path, *, attention: str = "sdpa") -> DSpineDraftModel:
 def model_card(payload: dict[str, Any], flavour: str) -> str:
     """What a person who finds the folder needs to know."""
     dflash, settings = payload["dflash_config"], payload["dspine_config"]
-    serve = (
-        "Serve it with `--speculative-algorithm DSPINE --speculative-draft-model-path <this folder>\n"
-        f"--speculative-num-draft-tokens {payload['block_size']} --tp-size 1 --page-size 1`, never as plain DFLASH.\n"
-        f"**Unverified**: the keys of `dflash_config.{BRIDGE}` are our reading of an unpublished format; loading in\n"
-        "the released serving plugin was not tested."
-        if flavour == "sglang"
-        else "Load it with `specforge_dspine.model.DSpineDraftModel.from_pretrained`."
-    )
+    table = f"`{TABLE}` is float32 and belongs to this draft: it must not be recomputed."
+    serve = "Load it with `specforge_dspine.model.DSpineDraftModel.from_pretrained`."
+    if BRIDGE in dflash:
+        serve = (
+            "Serve it with `--speculative-algorithm DSPINE --speculative-draft-model-path <this folder>\n"
+            f"--speculative-num-draft-tokens {payload['block_size']} --tp-size 1 --page-size 1`, never as plain\n"
+            f"DFLASH. **Unverified**: the keys of `dflash_config.{BRIDGE}` are our reading of an unpublished\n"
+            "format; loading in the released serving plugin was not tested."
+        )
+    elif flavour == "sglang":
+        serve = f"A plain DFlash: serve it as DFLASH, `--speculative-num-draft-tokens {payload['block_size']}`."
     return f"""# DSpine draft ({flavour} flavour)
 
 Written by specforge-dspine {VERSION}. Block size {payload["block_size"]} (anchor included),
 {payload["num_hidden_layers"]} layers, target layers {dflash["target_layer_ids"]} (0-based, "output of layer k") of
 {payload["num_target_layers"]}, transfer rank {settings["transfer_rank"]}, message size {settings["message_size"]},
-{settings["top_k"]} candidates a position, mask token {dflash["mask_token_id"]}.
+{settings["top_k"]} candidates a position, mask token {dflash["mask_token_id"]}. Causal: {settings["causal"]};
+injection: {settings["injection"]}; refinement: {settings["refinement"]}; alignment: {settings["alignment"]}.
 
-Weights are {payload["dtype"]}; `{TABLE}` is float32 and belongs to this draft: it must not be recomputed.
+Weights are {payload["dtype"]}. {table if settings["injection"] else ""}
 
 {serve}
 """

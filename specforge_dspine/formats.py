@@ -2,7 +2,7 @@
 
     specforge   architectures ["DSpineDraftModel"]; loads with DSpineDraftModel.from_pretrained
     sglang      architectures ["DFlashDraftModel"] and dflash_config.selected_prefix_code_bridge, which makes the
-                serving plugin load it as DSpine
+                serving plugin load it as DSpine; a variant without injection has no bridge and is a plain DFlash
 
 ``SGLANG_LAYOUT`` is the one table to correct when a released checkpoint can be read: the bridge's own keys and
 the file layout of that flavour are not published.
@@ -10,6 +10,7 @@ the file layout of that flavour are not published.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -84,17 +85,20 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         "fc.weight": (hidden, taps * hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
-        "injection.message.weight": (message, rank),
-        "injection.receiver_gate.weight": (message, rank),
-        "injection.predecessor_gate.weight": (message, rank),
-        "injection.bias": (message,),
-        TABLE: (config.vocab_size, rank),
-        READY: (),
     }
+    if settings.has_readouts:
+        shapes |= {TABLE: (config.vocab_size, rank), READY: ()}
+        shapes |= {f"injection.readouts.{i}.weight": (rank, hidden) for i in range(layers)}
+    if settings.injection:
+        shapes |= {
+            "injection.message.weight": (message, rank),
+            "injection.receiver_gate.weight": (message, rank),
+            "injection.predecessor_gate.weight": (message, rank),
+            "injection.bias": (message,),
+        }
+        shapes |= {f"injection.writes.{i}.weight": (hidden, message) for i in range(layers)}
     for i in range(layers):
         shapes |= {
-            f"injection.readouts.{i}.weight": (rank, hidden),
-            f"injection.writes.{i}.weight": (hidden, message),
             f"layers.{i}.input_layernorm.weight": (hidden,),
             f"layers.{i}.post_attention_layernorm.weight": (hidden,),
             f"layers.{i}.self_attn.q_proj.weight": (queries, hidden),
@@ -111,7 +115,8 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], config: Any) -> None:
-    """Every tensor present, of its shape, floating and finite; the table float32, of unit rows, and ready.
+    """Every tensor present, of its shape, floating and finite; the table, where the variant has one, float32, of
+    unit rows, and ready.
 
     Raises:
         CheckpointError: with the tensor's name.
@@ -131,6 +136,8 @@ def check_tensors(tensors: Mapping[str, Tensor], config: Any) -> None:
             raise CheckpointError(f"{name} is {value.dtype}; weights must be of a floating dtype")
         if not torch.isfinite(value).all():
             raise CheckpointError(f"{name} holds a value that is not finite")
+    if READY not in shapes:
+        return
     if tensors[READY].dtype is not torch.bool or not bool(tensors[READY]):
         raise CheckpointError(f"{READY} is not True: the code table was never installed")
     check_table(tensors[TABLE])
@@ -154,6 +161,7 @@ def check_table(table: Tensor) -> None:
 
 def flavour_config(payload: dict[str, Any], config: Any, flavour: str, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of ``flavour`` from the draft's own config (``payload`` is its dictionary)."""
+    refuse_unservable(flavour, settings_of(config))
     layout, settings = LAYOUTS[flavour], settings_of(config)
     theta = rope_theta(config)
     out = {key: value for key, value in payload.items() if key not in DROPPED}
@@ -161,16 +169,37 @@ def flavour_config(payload: dict[str, Any], config: Any, flavour: str, dtype: to
         "architectures": [layout.architecture],
         "model_type": "qwen3",
         "dtype": str(dtype).removeprefix("torch."),
-        "is_causal": True,
+        "is_causal": settings.causal,
         "rope_theta": theta,
         "rope_parameters": dict(payload.get("rope_parameters") or {"rope_type": "default"}) | {"rope_theta": theta},
         "tie_word_embeddings": False,
-        "dflash_config": dict(payload["dflash_config"]) | {"block_size": config.block_size, "causal": True},
+        "dflash_config": dict(payload["dflash_config"])
+        | {"block_size": config.block_size, "causal": settings.causal},
     }
     out["dflash_config"].pop(BRIDGE, None)
-    if layout.bridge is not None:
+    if layout.bridge is not None and settings.injection:
         out["dflash_config"][BRIDGE] = {key: getattr(settings, field) for key, field in layout.bridge.items()}
     return out
+
+
+def refuse_unservable(flavour: str, settings: DSpineSettings) -> None:
+    """An engine that finds the bridge refines, and one that finds none serves a plain DFlash: no third way.
+
+    Raises:
+        CheckpointError: ``flavour`` has no way to say what this variant is.
+    """
+    if LAYOUTS[flavour].bridge is not None and settings.injection and not settings.refinement:
+        raise CheckpointError(
+            f"refinement is off in this draft, and an engine that serves the {flavour} flavour with injection always "
+            "refines; export it as specforge"
+        )
+
+
+def without_readouts(tensors: Mapping[str, Tensor], config: Any) -> tuple[dict[str, Tensor], Any]:
+    """A draft without injection as the plain DFlash that it decodes as: the readouts served its training alone."""
+    plain = type(config).from_dict(config.to_dict())
+    plain.dspine_config = dict(plain.dspine_config) | {"alignment": "off"}
+    return {name: tensors[name] for name in expected_shapes(plain)}, plain
 
 
 def check_config(payload: Mapping[str, Any]) -> str:
@@ -186,18 +215,23 @@ def check_config(payload: Mapping[str, Any]) -> str:
         raise CheckpointError(f"architectures={architectures}: expected one of {known}")
     dflash = section(payload, "dflash_config")
     check_sizes(payload)
-    if payload.get("is_causal") is not True:
-        raise CheckpointError("is_causal is not true: SGLang would serve the draft with bidirectional blocks")
-    if dflash.get("causal") is not True:
-        raise CheckpointError(
-            "dflash_config.causal is not true: vLLM would serve the draft with bidirectional blocks"
-        )
+    check_ids(payload, dflash)
+    ours = section(payload, "dspine_config")
+    for name, value, engine in (
+        ("is_causal", payload.get("is_causal"), "SGLang"),
+        ("dflash_config.causal", dflash.get("causal"), "vLLM"),
+    ):
+        if value is not ours["causal"]:
+            wrong = "bidirectional" if ours["causal"] else "causal"
+            raise CheckpointError(
+                f"{name} is {json.dumps(value)} and dspine_config.causal {json.dumps(ours['causal'])}: {engine} "
+                f"would serve the draft with {wrong} blocks"
+            )
     if dflash.get("block_size") != payload["block_size"]:
         raise CheckpointError(
             f"dflash_config.block_size={dflash.get('block_size')} differs from block_size={payload['block_size']}"
         )
-    check_ids(payload, dflash)
-    check_bridge(flavours[0], dflash, section(payload, "dspine_config"))
+    check_bridge(flavours[0], dflash, ours)
     return flavours[0]
 
 
@@ -293,9 +327,11 @@ def check_bridge(flavour: str, dflash: Mapping[str, Any], settings: Mapping[str,
         CheckpointError: with the bridge's key.
     """
     bridge, found = LAYOUTS[flavour].bridge, dflash.get(BRIDGE)
-    if bridge is None:
+    if bridge is None or not settings["injection"]:
         if found is not None:
-            raise CheckpointError(f"dflash_config.{BRIDGE} belongs to the sglang flavour, not to {flavour}")
+            raise CheckpointError(
+                f"dflash_config.{BRIDGE} belongs to the sglang flavour of drafts with injection, not to this one"
+            )
         return
     if not isinstance(found, Mapping):
         raise CheckpointError(f"dflash_config.{BRIDGE} is missing: the engine would serve a plain DFlash draft")

@@ -30,16 +30,39 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
     return F.linear(x, cast(Tensor, layer.weight).to(x.dtype))
 
 
-class AdjacentCausalInjection(nn.Module):
+class LayerReadouts(nn.Module):
+    """R_ℓ [r, H] for each of ``layers`` L: all that the cosine alignment needs of the transfer space.
+
+    Parameters: L·(r·H).
+    """
+
+    def __init__(self, layers: int, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.readouts = nn.ModuleList(nn.Linear(hidden, rank, bias=False) for _ in range(layers))  # R_ℓ
+
+    @torch.no_grad()
+    def start_from(self, directions: Tensor) -> None:
+        """R_ℓ = Pᵀ from ``directions`` P [H, r]."""
+        for readout in self.readouts:
+            readout.get_parameter("weight").copy_(directions.T)
+
+    def feature(self, layer: int, state: Tensor) -> Tensor:
+        """f_ℓ: state [.., H] → z [.., r], z = √r · normalize(R_ℓ state); the norm is taken in ≥ float32."""
+        projected = linear(state, self.readouts[layer])
+        wide = projected.to(torch.promote_types(projected.dtype, torch.float32))
+        unit = wide / wide.norm(dim=-1, keepdim=True).clamp_min(FLOOR)
+        return (math.sqrt(self.rank) * unit).to(state.dtype)
+
+
+class AdjacentCausalInjection(LayerReadouts):
     """R_ℓ and W_ℓ for each of ``layers`` L; A, G_q, G_p and b are shared by all of them.
 
     Parameters: L·(r·H) + L·(H·a) + 3·(a·r) + a.
     """
 
     def __init__(self, layers: int, hidden: int, rank: int, message: int) -> None:
-        super().__init__()
-        self.rank = rank
-        self.readouts = nn.ModuleList(nn.Linear(hidden, rank, bias=False) for _ in range(layers))  # R_ℓ
+        super().__init__(layers, hidden, rank)
         self.writes = nn.ModuleList(nn.Linear(message, hidden, bias=False) for _ in range(layers))  # W_ℓ
         self.message = nn.Linear(rank, message, bias=False)  # A
         self.receiver_gate = nn.Linear(rank, message, bias=False)  # G_q
@@ -47,8 +70,8 @@ class AdjacentCausalInjection(nn.Module):
         self.bias = nn.Parameter(torch.empty(message))  # b
 
     @torch.no_grad()
-    def reset_parameters(self, directions: Tensor | None = None) -> None:
-        """W, G_p, b = 0 (identity at the start); A, G_q uniform in ±1/√r; R_ℓ = Pᵀ from ``directions`` [H, r].
+    def reset_parameters(self) -> None:
+        """W, G_p, b = 0 (identity at the start); A, G_q uniform in ±1/√r.
 
         To be called after the base model's ``post_init``, which redraws every linear layer.
         """
@@ -59,16 +82,6 @@ class AdjacentCausalInjection(nn.Module):
         bound = 1 / math.sqrt(self.rank)
         nn.init.uniform_(self.message.weight, -bound, bound)
         nn.init.uniform_(self.receiver_gate.weight, -bound, bound)
-        if directions is not None:
-            for readout in self.readouts:
-                readout.get_parameter("weight").copy_(directions.T)
-
-    def feature(self, layer: int, state: Tensor) -> Tensor:
-        """f_ℓ: state [.., H] → z [.., r], z = √r · normalize(R_ℓ state); the norm is taken in ≥ float32."""
-        projected = linear(state, self.readouts[layer])
-        wide = projected.to(torch.promote_types(projected.dtype, torch.float32))
-        unit = wide / wide.norm(dim=-1, keepdim=True).clamp_min(FLOOR)
-        return (math.sqrt(self.rank) * unit).to(state.dtype)
 
     def write(self, layer: int, state: Tensor, receiver: Tensor, predecessor: Tensor) -> Tensor:
         """h = u + RMS(u) · W_ℓ (g ⊙ m) for states u [.., H], receivers z_t [.., r], predecessors z_{t−1} [.., r].

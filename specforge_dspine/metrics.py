@@ -28,8 +28,8 @@ class RunLogger:
     A loss that is not finite is written, then reported as an error: training on from it is pointless.
     """
 
-    def __init__(self, config: Config, *, rank: int, steps: int) -> None:
-        self.rank, self.steps = rank, steps
+    def __init__(self, config: Config, *, rank: int, steps: int, micro_batches: int) -> None:
+        self.rank, self.steps, self.micro_batches = rank, steps, micro_batches
         self._tracker = None
         if config.tracking.report_to != "none":
             options = config.tracking.model_dump()
@@ -42,6 +42,7 @@ class RunLogger:
 
     def __call__(self, metrics: dict[str, Any], step: int) -> None:
         values = scalar_metrics(metrics)
+        values |= rates(values, self.micro_batches)
         if self._tracker is not None:
             self._tracker(values, step)
         if self.rank == 0:
@@ -49,8 +50,9 @@ class RunLogger:
             with open(self._path, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
             if not sys.stderr.isatty():  # on a terminal SpecForge draws its progress bar there
-                shown = " ".join(f"{name} {values[name]:.4g}" for name in CONSOLE if name in values)
-                print(f"step {step}/{self.steps}  {shown}", flush=True)
+                prefix = "eval/" if "eval/loss" in values else ""
+                shown = " ".join(f"{name} {values[prefix + name]:.4g}" for name in CONSOLE if prefix + name in values)
+                print(f"step {step}/{self.steps}  {'held out: ' * bool(prefix)}{shown}", flush=True)
         loss = values.get("loss", 0.0)
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -61,6 +63,22 @@ class RunLogger:
         """Close the tracker."""
         if self._tracker is not None:
             self._tracker.close()
+
+
+def rates(values: dict[str, float], micro_batches: int) -> dict[str, float]:
+    """Rows and supervised tokens per second, and the share of time spent waiting for data, of a logged step.
+
+    ``rows`` and ``supervised_tokens`` are means over the step's ``micro_batches`` of all ranks; SpecForge measures
+    seconds per optimizer step since the step logged before.
+    """
+    seconds = values.get("perf/optimizer_step_time_s", 0.0)
+    if seconds <= 0:
+        return {}
+    return {
+        "rows_per_second": values["rows"] * micro_batches / seconds,
+        "tokens_per_second": values["supervised_tokens"] * micro_batches / seconds,
+        "wait_share": values["perf/data_wait_time_s"] / seconds,
+    }
 
 
 def rewind_metrics(path: Path, step: int) -> None:

@@ -1,5 +1,7 @@
 """The DSpine draft model (§2–4, §6): DFlash's backbone made block-causal, with adjacent causal injection.
 
+Variants leave out what they do not use: without injection and cosine alignment the draft is a plain DFlash.
+
 A block holds the anchor token in slot 0 and the mask token's embedding in slots 1..M; slot t predicts the
 token M positions at most after the anchor at the same position, ids[a + t]. The target's tapped layers,
 fused by ``fc`` and ``hidden_norm``, are extra keys and values of every draft layer. The draft owns neither
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from specforge.modeling.draft.dflash import DFlashDraftModel
@@ -23,13 +25,13 @@ from transformers.cache_utils import Cache
 
 from specforge_dspine.config import settings_of
 from specforge_dspine.formats import READY, TABLE, check_tensors
-from specforge_dspine.injection import AdjacentCausalInjection
+from specforge_dspine.injection import AdjacentCausalInjection, LayerReadouts
 from specforge_dspine.transfer import TransferSpace
 
 
 class DraftOutput(NamedTuple):
-    """``hidden`` norm(h_L) [R, N, B, H]; ``pre_injection`` u_L [R, N, B, H]; ``features`` e_ℓ = f_ℓ(h_ℓ)
-    [L, R, N, B, r], None unless asked for."""
+    """``hidden`` norm(h_L) [R, N, B, H]; ``pre_injection`` u_L [R, N, B, H]; ``features`` of every layer for the
+    alignment, None unless asked for and used: e_ℓ = f_ℓ(h_ℓ) [L, R, N, B, r] (cosine) or norm(h_ℓ) [.., H] (ce)."""
 
     hidden: Tensor
     pre_injection: Tensor
@@ -38,7 +40,12 @@ class DraftOutput(NamedTuple):
 
 @register_draft
 class DSpineDraftModel(DFlashDraftModel):
-    """DFlash backbone + ``injection`` + the fixed code table (buffers ``transfer_codes``, ``transfer_ready``)."""
+    """DFlash backbone + ``injection`` + the fixed code table (buffers ``transfer_codes``, ``transfer_ready``).
+
+    ``injection`` is the whole of it, the readouts alone, or None, as ``dspine_config`` says.
+    """
+
+    injection: LayerReadouts | None
 
     config_class = Qwen3Config
     base_model_prefix = ""  # Qwen3's "model" would let a tensor named model.X pass for X
@@ -47,10 +54,15 @@ class DSpineDraftModel(DFlashDraftModel):
         super().__init__(config, dflash_kernels)
         settings = settings_of(config)
         self.settings = settings
-        self.injection = AdjacentCausalInjection(
-            config.num_hidden_layers, config.hidden_size, settings.transfer_rank, settings.message_size
-        )
-        self.injection.reset_parameters()  # after the base class's post_init, which redraws linear layers
+        layers, hidden, rank = config.num_hidden_layers, config.hidden_size, settings.transfer_rank
+        self.injection = None
+        if settings.injection:
+            self.injection = AdjacentCausalInjection(layers, hidden, rank, settings.message_size)
+            self.injection.reset_parameters()  # after the base class's post_init, which redraws linear layers
+        elif settings.has_readouts:
+            self.injection = LayerReadouts(layers, hidden, rank)
+        if not settings.has_readouts:
+            return
         table = torch.zeros(config.vocab_size, settings.transfer_rank, dtype=torch.float32)
         self.register_buffer(TABLE, table)
         self.register_buffer(READY, torch.zeros((), dtype=torch.bool))
@@ -94,6 +106,7 @@ class DSpineDraftModel(DFlashDraftModel):
         Raises:
             ValueError: the draft already has a table (a trained draft keeps its own), or the shapes differ.
         """
+        assert self.injection is not None
         if bool(self.transfer_ready):
             raise ValueError("transfer_codes: this draft already has its table, which is never replaced")
         if space.codes.shape != self.transfer_codes.shape:
@@ -102,7 +115,7 @@ class DSpineDraftModel(DFlashDraftModel):
             )
         self.transfer_codes.copy_(space.codes)
         self.transfer_ready.fill_(True)
-        self.injection.reset_parameters(space.directions)
+        self.injection.start_from(space.directions)
 
     def codes(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """How known tokens enter the space: ids [..] → √r · C_ids [.., r], cast once, here."""
@@ -137,10 +150,10 @@ class DSpineDraftModel(DFlashDraftModel):
         shape = (rows, count, proposals + 1, -1)
         context = self.hidden_norm(self.fc(target_hidden))
         rotary = self.rotary_emb(noise_embedding, position_ids)
-        codes = self.codes(predecessor_ids, noise_embedding.dtype)
-        anchor_only = torch.zeros(rows, count, proposals, dtype=torch.bool, device=codes.device)
+        anchor_only = torch.zeros(rows, count, proposals, dtype=torch.bool, device=predecessor_ids.device)
         anchor_only[..., 0] = True
         taught = anchor_only if replaced is None else anchor_only | replaced.unsqueeze(-1)
+        codes = self.codes(predecessor_ids, noise_embedding.dtype) if self.settings.injection else None
         state, pre_injection, features = noise_embedding, noise_embedding, []
         for index, layer in enumerate(self.layers):
             state = layer(
@@ -152,11 +165,12 @@ class DSpineDraftModel(DFlashDraftModel):
                 use_cache=past_key_values is not None,
                 position_embeddings=rotary,
             )
-            pre_injection = state.reshape(shape)
-            known = taught if index < self.settings.replacement_layers else anchor_only
-            injected = self.injection(index, pre_injection, codes, known)
-            if with_features:
-                features.append(self.injection.feature(index, injected))
+            pre_injection = injected = state.reshape(shape)
+            if codes is not None:
+                known = taught if index < self.settings.replacement_layers else anchor_only
+                injected = cast(AdjacentCausalInjection, self.injection)(index, pre_injection, codes, known)
+            if with_features and self.settings.alignment != "off":
+                features.append(self.alignment_feature(index, injected))
             state = injected.flatten(1, 2)
         return DraftOutput(
             hidden=self.norm(state).reshape(shape),
@@ -164,17 +178,23 @@ class DSpineDraftModel(DFlashDraftModel):
             features=torch.stack(features) if features else None,
         )
 
+    def alignment_feature(self, layer: int, state: Tensor) -> Tensor:
+        """What the alignment compares with the label: e_ℓ = f_ℓ(h_ℓ) [.., r] of h_ℓ [.., H], or norm(h_ℓ) [.., H]."""
+        if self.settings.alignment == "ce":
+            return self.norm(state)
+        return cast(LayerReadouts, self.injection).feature(layer, state)
+
     def refine(self, pre_injection: Tensor, predecessor_ids: Tensor) -> Tensor:
         """Last-write refinement (§6.2): redo the last layer's injection with known predecessors, then ``norm``.
 
         ``pre_injection`` u_{L,t} [.., H] and ``predecessor_ids`` [..] broadcast against each other; returns the
         refined state [.., H] in the dtype of ``pre_injection``, which decoding gives in float32.
         """
-        last = len(self.layers) - 1
-        receiver = self.injection.feature(last, pre_injection)
+        last, injection = len(self.layers) - 1, cast(AdjacentCausalInjection, self.injection)
+        receiver = injection.feature(last, pre_injection)
         codes = self.codes(predecessor_ids, pre_injection.dtype)
-        return self.norm(self.injection.write(last, pre_injection, receiver, codes))
+        return self.norm(injection.write(last, pre_injection, receiver, codes))
 
     def num_injection_parameters(self) -> int:
-        """L·(r·H) + L·(H·a) + 3·(a·r) + a."""
-        return sum(parameter.numel() for parameter in self.injection.parameters())
+        """L·(r·H) + L·(H·a) + 3·(a·r) + a; fewer in variants."""
+        return sum(parameter.numel() for parameter in self.injection.parameters()) if self.injection else 0

@@ -40,6 +40,7 @@ class Plan:
     ranks: int
     samples: Sequence[Sample]  # streamed runs; empty offline
     files: Sequence[str]  # offline runs; empty streamed
+    heldout_files: Sequence[str]  # of heldout.hidden_states_path; empty without that section
     steps: int  # optimizer steps of this run
     total_steps: int  # horizon of the schedules, ≥ steps
 
@@ -72,9 +73,6 @@ class Plan:
             where += ", ".join(stream.servers)
         injection = draft.num_injection_parameters()
         total = sum(parameter.numel() for parameter in draft.parameters())
-        hold = int(options.replacement_hold_ratio * self.total_steps)
-        end = int(options.replacement_end_ratio * self.total_steps)
-        alignment = self.warmup_steps if options.alignment_warmup_steps is None else options.alignment_warmup_steps
         lines = {
             "run": f"{host.run_id} in {host.output_dir}",
             "target": f"{self.target.model_path}: {self.target.num_layers} layers, H={self.target.hidden_size}, "
@@ -86,7 +84,7 @@ class Plan:
             "draft": f"L={options.num_hidden_layers} B={options.block_size} r={options.transfer_rank} "
             f"a={options.message_size} K={options.top_k}, mask id {draft.mask_token_id}",
             "parameters": f"{total:,} trained, of which injection {injection:,}; "
-            f"code table {draft.transfer_codes.numel():,} fixed (float32)",
+            f"code table {draft.config.vocab_size * options.transfer_rank * options.has_readouts:,} fixed (float32)",
             "batch": f"{training.batch_size} sequences × {training.accumulation_steps} micro-batches × "
             f"{self.ranks} ranks = {self.quantum} a step, ≤ {training.num_anchors} anchors each, "
             f"≤ {host.data.max_length} tokens",
@@ -94,11 +92,35 @@ class Plan:
             f"{self.unused:,} fill no whole step",
             "schedule": f"{self.steps:,} steps of {self.total_steps:,}; lr {training.learning_rate:g}, warm-up "
             f"{self.warmup_steps} steps, then {training.lr_scheduler}; clip {training.max_grad_norm:g}",
-            "curriculum": f"p = {options.replacement_probability:g} until step {hold}, 0 from step {end}, "
-            f"in layers 1–{options.replacement_layers}",
-            "alignment": f"β = {options.alignment_weight:g} after {alignment} steps, times the backbone's CE",
+            **method(self),
         }
         return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
+
+
+def method(plan: Plan) -> dict[str, str]:
+    """What of the method is on, and its schedules, as lines of the plan."""
+    options, total = plan.recipe.dspine, plan.total_steps
+    on = [name for name in ("injection", "refinement") if getattr(options, name)]
+    blocks = "block-causal" if options.causal else "bidirectional blocks"
+    warmup = plan.warmup_steps if options.alignment_warmup_steps is None else options.alignment_warmup_steps
+    lines = {
+        "method": ", ".join([blocks, *on, f"α = {options.ce_weight:g}"])
+        + f"; {options.normalization} weights per {options.normalization_scope}",
+        "curriculum": "off",
+        "alignment": "off",
+    }
+    if options.curriculum:
+        hold, end = int(options.replacement_hold_ratio * total), int(options.replacement_end_ratio * total)
+        lines["curriculum"] = (
+            f"p = {options.replacement_probability:g} until step {hold}, 0 from step {end}, "
+            f"in layers 1–{options.replacement_layers}"
+        )
+    if options.alignment != "off":
+        kind = {"cosine": "cosine", "ce": "token CE"}[options.alignment]
+        lines["alignment"] = f"{kind}, β = {options.alignment_weight:g} after {warmup} steps, times the backbone's CE"
+    if plan.recipe.heldout is not None:
+        lines["held out"] = f"{len(plan.heldout_files):,} samples every {plan.recipe.heldout.interval} steps"
+    return lines
 
 
 def meta_draft(draft_config: Any) -> DSpineDraftModel:
@@ -183,10 +205,7 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
             )
         available = len(samples) * training.num_epochs // quantum
     else:
-        files = list_feature_files(host.data.hidden_states_path)
-        if not files:
-            raise RecipeError(f"data.hidden_states_path={host.data.hidden_states_path!r} holds no .ckpt files")
-        check_features(Path(host.data.hidden_states_path), target)
+        files = features_in("data.hidden_states_path", host.data.hidden_states_path, target)
         per_rank = -(-len(files) // ranks)  # SpecForge's sampler repeats files so that all ranks have as many
         with refused("training"):
             validate_fixed_accumulation_plan(
@@ -197,6 +216,14 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
                 max_steps=training.max_steps,
             )
         available = per_rank // training.batch_size * training.num_epochs // training.accumulation_steps
+    heldout_files: Sequence[str] = ()
+    if recipe.heldout is not None:
+        heldout_files = features_in("heldout.hidden_states_path", recipe.heldout.hidden_states_path, target)
+        if shared := {Path(name).name for name in files} & {Path(name).name for name in heldout_files}:
+            raise RecipeError(
+                f"heldout.hidden_states_path={recipe.heldout.hidden_states_path!r} holds {len(shared)} of the "
+                f"training samples, {sorted(shared)[0]} among them; capture others"
+            )
     steps = training.max_steps or available
     if available < 1:
         raise RecipeError(
@@ -217,11 +244,24 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
     total = training.total_steps or steps
     if total < steps:
         raise RecipeError(f"training.total_steps={total} is below the {steps} steps of this run")
-    plan = Plan(recipe, algorithm, target, draft_config, ranks, samples, files, steps, total)
+    plan = Plan(recipe, algorithm, target, draft_config, ranks, samples, files, heldout_files, steps, total)
     settings = draft_config.dspine_config
     if settings["alignment_warmup_steps"] is None:  # the draft that leaves the run says what was done
         draft_config.dspine_config = settings | {"alignment_warmup_steps": plan.warmup_steps}
     return plan
+
+
+def features_in(key: str, path: str, target: TargetIdentity) -> list[str]:
+    """The feature files of the recipe's ``key``, captured from ``target``.
+
+    Raises:
+        RecipeError: none there, or as ``check_features``.
+    """
+    files: list[str] = list_feature_files(path)
+    if not files:
+        raise RecipeError(f"{key}={path!r} holds no .ckpt files; specforge_dspine.capture writes them")
+    check_features(Path(path), target)
+    return files
 
 
 def check_features(folder: Path, target: TargetIdentity) -> None:

@@ -1,10 +1,11 @@
-"""Recipes: one YAML file of SpecForge's own sections, beside ``dspine:`` and ``stream:``, which are ours.
+"""Recipes: one YAML file of SpecForge's own sections, beside ``dspine:``, ``stream:`` and ``heldout:``, ours.
 
     model: {target_model_path: .., torch_dtype: ..}      SpecForge's sections, as its docs describe them
     data: {prompts_path: .. , hidden_states_path: ..}
     training: {..}   tracking: {..}   runtime: {..}   run_id: ..   output_dir: ..
     dspine: {..}     the draft and the method (config.DSpineOptions)
     stream: {..}     where the target's states come from (StreamOptions)
+    heldout: {..}    captured samples that training never sees, and how often to look at them (HeldoutOptions)
 
 ``data.hidden_states_path`` alone turns a streamed recipe into an offline one: ``data.prompts_path`` and ``stream:``
 are then not used.
@@ -57,7 +58,7 @@ NOT_READ: dict[str, dict[str, str | None]] = {
         "norm_before_residual": None,
         "compact_teacher": None,
         "compact_teacher_chunk_size": None,
-        "eval_interval": None,
+        "eval_interval": "heldout.interval",
         "prompt_seed": "training.seed",
         "resume_from": "the command-line flag --resume",
         "role": None,
@@ -83,8 +84,8 @@ NOT_READ: dict[str, dict[str, str | None]] = {
     },
     "data": {
         "train_data_path": "data_prep.regenerate, then data.prompts_path: drafts learn from the target's own answers",
-        "eval_data_path": None,
-        "eval_hidden_states_path": None,
+        "eval_data_path": "specforge_dspine.capture, then heldout.hidden_states_path",
+        "eval_hidden_states_path": "heldout.hidden_states_path",
         "chat_template": "data_prep.regenerate",
         "is_preformatted": None,
         "train_only_last_turn": None,
@@ -128,17 +129,25 @@ class StreamOptions(StrictModel):
         return self
 
 
+class HeldoutOptions(StrictModel):
+    """``heldout``: the training metrics on other samples, every so many optimizer steps; the best is marked."""
+
+    hidden_states_path: str = Field(min_length=1)  # a folder written by specforge_dspine.capture
+    interval: int = Field(gt=0)  # optimizer steps between two looks; each may write a checkpoint
+
+
 class RecipeError(ValueError):
     """A recipe that cannot be run; the message names the key, its value and what would work."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A checked recipe: SpecForge's config and our two sections."""
+    """A checked recipe: SpecForge's config and our sections."""
 
     host: Config
     dspine: DSpineOptions
     stream: StreamOptions | None
+    heldout: HeldoutOptions | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -150,10 +159,8 @@ class Recipe:
         host = self.host.model_dump(mode="json", include=set(HOST_SECTIONS))
         for section, keys in NOT_READ.items():
             host[section] = {key: value for key, value in host[section].items() if key not in keys}
-        ours = {"dspine": self.dspine.model_dump(mode="json")}
-        if self.stream is not None:
-            ours["stream"] = self.stream.model_dump(mode="json")
-        return {**host, **ours}
+        ours = {"dspine": self.dspine, "stream": self.stream, "heldout": self.heldout}
+        return host | {name: given.model_dump(mode="json") for name, given in ours.items() if given is not None}
 
     def save(self, path: Path) -> None:
         """Write the resolved recipe, atomically."""
@@ -212,7 +219,9 @@ def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
         if section in document:
             raise RecipeError(f"{section}: {why}")
     known = {name: Config.model_fields[name].annotation for name in HOST_SECTIONS}
-    refuse_unknown(document, {**known, "dspine": DSpineOptions, "stream": StreamOptions}, "")
+    refuse_unknown(
+        document, {**known, "dspine": DSpineOptions, "stream": StreamOptions, "heldout": HeldoutOptions}, ""
+    )
     for section, keys in NOT_READ.items():
         for key, instead in keys.items():
             if key in (document.get(section) or {}):
@@ -231,12 +240,14 @@ def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
         raise RecipeError("stream: the section is missing; name servers, or managed, or set data.hidden_states_path")
     options = _validated(DSpineOptions, document["dspine"], "dspine")
     stream = _validated(StreamOptions, document["stream"], "stream") if streamed else None
+    heldout = document.get("heldout") or None
+    heldout = _validated(HeldoutOptions, heldout, "heldout") if heldout is not None else None
     host = _validated(Config, _host_document(document, streamed, world_size), "")
     if host.training.strategy != ALGORITHM:
         raise RecipeError(f"training.strategy={host.training.strategy!r}: this trainer runs {ALGORITHM!r}")
     if Path(host.run_id).name != host.run_id:
         raise RecipeError(f"run_id={host.run_id!r}: checkpoints are named by it; give a name without slashes")
-    return Recipe(host=host, dspine=options, stream=stream)
+    return Recipe(host=host, dspine=options, stream=stream, heldout=heldout)
 
 
 Section = TypeVar("Section", bound=BaseModel)

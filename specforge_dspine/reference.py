@@ -52,24 +52,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_tensors(folder: Path, table: tuple[str, str]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint under our names; ``table`` is the file and name of the code table.
+def read_tensors(folder: Path, table: tuple[str, str] | None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint under our names; ``table`` is the file and name of the code table, if it has one.
 
     Raises:
         CheckpointError: a file or the table is missing, or a file is damaged.
     """
-    file, name = table
     tensors: dict[str, Tensor] = {}
-    for each in dict.fromkeys((WEIGHTS, file)):
+    for each in dict.fromkeys((WEIGHTS, table[0] if table else WEIGHTS)):
         try:
             tensors |= load_file(folder / each)
         except OSError as error:
             raise CheckpointError(f"{folder / each} cannot be read: {error}") from error
         except SafetensorError as error:
             raise CheckpointError(f"{folder / each} is damaged: {error}") from error
-    if name not in tensors:
-        raise CheckpointError(f"missing tensors: {name} (in {file})")
-    tensors[TABLE] = tensors.pop(name)
+    if table is None:
+        return tensors
+    if table[1] not in tensors:
+        raise CheckpointError(f"missing tensors: {table[1]} (in {table[0]})")
+    tensors[TABLE] = tensors.pop(table[1])
     return tensors
 
 

@@ -157,12 +157,13 @@ def build_training_model(
             loss_decay_gamma=parts["loss_decay_gamma"],
             objective_chunk_blocks=parts["objective_chunk_blocks"],
             normalization=options.normalization,
+            normalization_scope=options.normalization_scope,
         )
-        if not bool(draft.transfer_ready):  # a warm-started draft brings its own table
+        if options.has_readouts and not bool(draft.transfer_ready):  # a warm-started draft brings its own table
             install_transfer_space(draft, model.lm_head.weight, config.data.cache_dir)
         return model
 
-    if options.replacement_layers >= options.num_hidden_layers:
+    if options.curriculum and options.replacement_layers >= options.num_hidden_layers:
         logger.warning(
             "dspine.replacement_layers=%d covers all %d layers: the last layer's features never stand alone",
             options.replacement_layers,

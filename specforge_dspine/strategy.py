@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from specforge.runtime.contracts import TrainBatch
 from specforge.training.strategies.base import DraftTrainStrategy, StepContext, StepOutput
+from torch import Tensor
 
-from specforge_dspine.curriculum import alignment_beta, draw_blocks, replacement_probability
+from specforge_dspine.curriculum import Blocks, alignment_beta, draw_blocks, replacement_probability
+from specforge_dspine.objective import alone, reported
 from specforge_dspine.recipe import ALGORITHM, RecipeError
 from specforge_dspine.training_model import DSpineTrainingModel
 
@@ -29,6 +31,14 @@ class Schedule:
 
     seed: int
     warmup_ratio: float
+
+
+class Draws(NamedTuple):
+    """What a step drew and scheduled for a micro-batch: its ``blocks``, p as ``chance``, and β."""
+
+    blocks: Blocks
+    chance: float
+    beta: float
 
 
 class DSpineTrainStrategy(DraftTrainStrategy):
@@ -55,11 +65,40 @@ class DSpineTrainStrategy(DraftTrainStrategy):
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext | None = None) -> StepOutput:
         """``batch.tensors``: input_ids, loss_mask [R, S]; hidden_states [R, S, T·H]; target_last_hidden_states
-        [R, S, H]. ``ctx`` gives the optimizer steps taken and planned; outside training nothing is replaced.
+        [R, S, H]. ``ctx`` gives the optimizer steps taken and planned, and in training the micro-batch's share of its
+        window (window.py); outside training nothing is replaced.
 
         Raises:
             ValueError: a feature is missing, or the schedule's horizon is unknown.
         """
+        inputs, draws = self.inputs(batch, ctx)
+        loss = self.model(**inputs, share=getattr(ctx, "share", alone))
+        kept, one = draws.blocks.keep.sum(), torch.tensor(1.0)
+        parts = {
+            **loss.parts,
+            "replacement_probability": (torch.tensor(draws.chance), one),
+            "replaced_share": ((draws.blocks.replaced & draws.blocks.keep).sum(), kept),
+            "blocks": (kept, one),
+            "supervised_tokens": (batch.tensors["loss_mask"].sum(), one),
+        }
+        if reported("beta", self.inner.draft_model.settings):
+            parts["beta"] = (torch.tensor(draws.beta), one)
+        mean = loss.numerator.detach() / loss.denominator.clamp_min(1e-12)
+        return StepOutput(loss=mean, metrics={}, ratio_metrics=parts, loss_terms=(loss.numerator, loss.denominator))
+
+    def look_ahead(self, batch: TrainBatch, ctx: StepContext) -> Tensor:
+        """ΣwCE, W, W_c, W_m [4] of ``batch``, with the draws that ``forward_loss`` will make again.
+
+        Raises:
+            ValueError: as ``forward_loss``.
+        """
+        inputs, _ = self.inputs(batch, ctx)
+        with torch.no_grad():
+            total: Tensor = self.model(**inputs, share=None)
+        return total
+
+    def inputs(self, batch: TrainBatch, ctx: StepContext | None) -> tuple[dict[str, Any], Draws]:
+        """The model's arguments for ``batch`` at this step, on its device, and what was drawn for them."""
         self.validate_batch(batch)
         self.leave_out_bad_samples(batch)
         if ctx is None or not ctx.total_steps:
@@ -77,18 +116,8 @@ class DSpineTrainStrategy(DraftTrainStrategy):
             probability=chance,
         )
         device = self.inner.lm_head.weight.device
-        tensors = {name: batch.tensors[name].to(device, non_blocking=True) for name in FEATURES}
-        loss = self.model(**tensors, blocks=blocks.to(device), beta=beta)
-        kept = blocks.keep.sum()
-        parts = {
-            **loss.parts,
-            "beta": (torch.tensor(beta), torch.tensor(1.0)),
-            "replacement_probability": (torch.tensor(chance), torch.tensor(1.0)),
-            "replaced_share": ((blocks.replaced & blocks.keep).sum(), kept),
-            "blocks": (kept, torch.tensor(1.0)),
-        }
-        mean = loss.numerator.detach() / loss.denominator.clamp_min(1e-12)
-        return StepOutput(loss=mean, metrics={}, ratio_metrics=parts, loss_terms=(loss.numerator, loss.denominator))
+        tensors = {name: batch.tensors[name].to(device, non_blocking=True) for name in sorted(FEATURES)}
+        return {**tensors, "blocks": blocks.to(device), "beta": beta}, Draws(blocks, chance, beta)
 
     def validate_batch(self, batch: TrainBatch) -> None:
         """SpecForge checks names; the widths of DFlash-family features are ours to check.

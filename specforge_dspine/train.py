@@ -88,7 +88,7 @@ def run_streamed(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_f
         on_every_rank(rank, connect)
         with refused_resume(resume_from):
             trainer = assembly.streamed_trainer(
-                plan, bundle, logger, paths=paths, resume_from=resume_from, start_step=start_step
+                plan, bundle, logger, rank=rank, paths=paths, resume_from=resume_from, start_step=start_step
             )
         on_every_rank(rank, lambda: accept(plan.recipe, plan.draft_config.to_dict(), resume_from))
         if not streaming:
@@ -189,7 +189,7 @@ def run(recipe: Recipe, *, resume: bool) -> int:
         if rank == 0:
             print(plan.render(), flush=True)
         bundle = build_model_bundle(host, algorithm=plan.algorithm)
-        logger = RunLogger(host, rank=rank, steps=plan.steps)
+        logger = RunLogger(host, rank=rank, steps=plan.steps, micro_batches=ranks * host.training.accumulation_steps)
         runner = run_offline if recipe.stream is None else run_streamed
         try:
             steps = runner(plan, bundle, logger, rank, resume_from)

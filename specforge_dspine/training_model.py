@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from specforge_dspine.curriculum import Blocks
-from specforge_dspine.masks import block_causal_block_mask, block_causal_mask
+from specforge_dspine.masks import block_mask, flex_block_mask
 from specforge_dspine.model import DraftOutput, DSpineDraftModel
-from specforge_dspine.objective import Loss, objective, supervised_rows
+from specforge_dspine.objective import Loss, Rows, Share, alone, look_ahead, objective, supervised_rows
 
 
 class DSpineTrainingModel(nn.Module):
@@ -32,6 +32,7 @@ class DSpineTrainingModel(nn.Module):
         loss_decay_gamma: float | None,
         objective_chunk_blocks: int,
         normalization: str,
+        normalization_scope: str = "microbatch",
     ) -> None:
         super().__init__()
         self.draft_model = draft_model
@@ -42,6 +43,7 @@ class DSpineTrainingModel(nn.Module):
         self.loss_decay_gamma = loss_decay_gamma
         self.objective_chunk_blocks = objective_chunk_blocks
         self.normalization = normalization
+        self.normalization_scope = normalization_scope
 
     def draft_blocks(
         self, input_ids: Tensor, hidden_states: Tensor, blocks: Blocks, *, with_features: bool = False
@@ -56,11 +58,8 @@ class DSpineTrainingModel(nn.Module):
         context_positions = torch.arange(length, device=device).expand(rows, -1)
         block_positions = (anchors.unsqueeze(-1) + slots).flatten(1)
         before = (anchors.unsqueeze(-1) + slots[:-1]).clamp(max=length - 1)  # of slots 1..M: a + t − 1
-        mask: Any
-        if self.attention_backend == "flex_attention":
-            mask = block_causal_block_mask(anchors, blocks.keep, length, block)
-        else:
-            mask = block_causal_mask(anchors, blocks.keep, length, block)
+        build_mask = flex_block_mask if self.attention_backend == "flex_attention" else block_mask
+        mask: Any = build_mask(anchors, blocks.keep, length, block, causal=draft.settings.causal)
         return draft(
             position_ids=torch.cat([context_positions, block_positions], dim=1),
             attention_mask=mask,
@@ -71,6 +70,15 @@ class DSpineTrainingModel(nn.Module):
             with_features=with_features,
         )
 
+    def rows(self, input_ids: Tensor, loss_mask: Tensor, blocks: Blocks) -> Rows:
+        """The supervised rows of ``blocks``."""
+        return supervised_rows(input_ids, loss_mask, blocks, int(self.draft_model.block_size), self.loss_decay_gamma)
+
+    @property
+    def reads_window(self) -> bool:
+        """Does the objective depend on the rest of the optimizer window?"""
+        return self.draft_model.settings.alignment != "off" or self.normalization_scope == "window"
+
     def forward(
         self,
         input_ids: Tensor,
@@ -79,24 +87,38 @@ class DSpineTrainingModel(nn.Module):
         target_last_hidden_states: Tensor,
         blocks: Blocks,
         beta: float,
+        share: Share | None = alone,
         candidates: Tensor | None = None,
-    ) -> Loss:
-        """W·L and W of one micro-batch, with the parts worth watching.
+    ) -> Loss | Tensor:
+        """W·L and W of one micro-batch, with the parts worth watching; with ``share`` None only what its window
+        needs to know of it: ΣwCE, W, W_c, W_m [4], without gradient.
 
         ``input_ids``, ``loss_mask`` [R, S]; ``hidden_states`` [R, S, T·H] tapped layers;
         ``target_last_hidden_states`` [R, S, H] final post-norm states; ``beta`` of the alignment's gate;
-        ``candidates`` [n, K] replaces the backbone's top K of every supervised row (conformance only).
+        ``share`` gives the window's sums for this micro-batch's own; ``candidates`` [n, K] replaces the backbone's
+        top K of every supervised row (conformance only).
         """
+        draft, head = self.draft_model, self.lm_head.weight
+        rows = self.rows(input_ids, loss_mask, blocks)
+        if share is None:
+            with torch.no_grad():
+                output = self.draft_blocks(input_ids, hidden_states, blocks)
+            weights = self.normalization_scope == "window"
+            chunk = self.objective_chunk_blocks
+            return look_ahead(
+                draft, head, output, target_last_hidden_states, rows, weights=weights, chunk_blocks=chunk
+            )
         output = self.draft_blocks(input_ids, hidden_states, blocks, with_features=True)
-        rows = supervised_rows(input_ids, loss_mask, blocks, int(self.draft_model.block_size), self.loss_decay_gamma)
         return objective(
-            self.draft_model,
-            self.lm_head.weight,
+            draft,
+            head,
             output,
             target_last_hidden_states,
             rows,
             beta=beta,
             normalization=self.normalization,
+            scope=self.normalization_scope,
             chunk_blocks=self.objective_chunk_blocks,
+            share=share,
             candidates=candidates,
         )

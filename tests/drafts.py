@@ -48,7 +48,8 @@ def make_model(
         )
     ).to(dtype)
     head = torch.randn(VOCAB, HIDDEN, dtype=dtype)
-    draft.set_transfer_space(build_transfer_space(head, settings.transfer_rank, dtype=dtype))
+    if settings.has_readouts:
+        draft.set_transfer_space(build_transfer_space(head, settings.transfer_rank, dtype=dtype))
     if trained:
         with torch.no_grad():
             for parameter in draft.parameters():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from specforge_dspine.masks import block_causal_mask, block_causal_mask_mod
+from specforge_dspine.masks import block_mask, block_mask_mod
 
 ANCHORS = torch.tensor([[0, 4, 6], [3, 9, 0]])
 KEEP = torch.tensor([[True, True, True], [True, True, False]])
@@ -13,7 +13,7 @@ S, B = 11, 4
 
 
 def test_dense_mask_is_the_rule() -> None:
-    mask = block_causal_mask(ANCHORS, KEEP, S, B)
+    mask = block_mask(ANCHORS, KEEP, S, B, causal=True)
     assert mask.shape == (2, 1, 3 * B, S + 3 * B)
     for r in range(2):
         for n in range(3):
@@ -28,12 +28,12 @@ def test_dense_mask_is_the_rule() -> None:
 
 
 def test_flex_mask_equals_the_dense_one() -> None:
-    mod = block_causal_mask_mod(ANCHORS, KEEP, S, B)
+    mod = block_mask_mod(ANCHORS, KEEP, S, B, causal=True)
     flex = create_mask(mod, 2, 1, 3 * B, S + 3 * B, device="cpu")
-    assert torch.equal(flex, block_causal_mask(ANCHORS, KEEP, S, B))
+    assert torch.equal(flex, block_mask(ANCHORS, KEEP, S, B, causal=True))
 
 
 def test_flex_mask_sees_nothing_past_the_last_block() -> None:
-    mod = block_causal_mask_mod(ANCHORS, KEEP, S, B)
+    mod = block_mask_mod(ANCHORS, KEEP, S, B, causal=True)
     longer = create_mask(mod, 2, 1, 3 * B + 5, S + 3 * B, device="cpu")
     assert not longer[:, :, 3 * B :].any()

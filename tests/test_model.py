@@ -12,7 +12,7 @@ import torch
 from drafts import HIDDEN, MASK_ID, make_batch, make_blocks, make_model
 from specforge.modeling.draft.dflash import DFlashDraftModel
 
-from specforge_dspine.masks import block_causal_mask
+from specforge_dspine.masks import block_mask
 
 ANCHORS = [[4, 6, 11], [5, 17]]  # 4 and 6: overlapping blocks (SpecForge#470); 17: past the end
 
@@ -35,7 +35,7 @@ def test_fresh_draft_is_dflash_with_a_causal_block() -> None:
     positions = (anchors.unsqueeze(-1) + torch.arange(block)).flatten(1)
     theirs = plain(
         position_ids=torch.cat([torch.arange(length).expand(2, -1), positions], dim=1),
-        attention_mask=block_causal_mask(anchors, blocks.keep, length, block),
+        attention_mask=block_mask(anchors, blocks.keep, length, block, causal=True),
         noise_embedding=model.embed_tokens(ids.flatten(1)),
         target_hidden=batch["hidden_states"],
     )

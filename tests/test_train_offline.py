@@ -17,7 +17,7 @@ from small import save_tokenizer, tiny_recipe, write_samples
 from targets import build_qwen3
 
 from specforge_dspine.export import load_draft
-from specforge_dspine.masks import block_causal_mask
+from specforge_dspine.masks import block_mask
 from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.train import exclusive, main
 
@@ -254,7 +254,7 @@ def test_bfloat16_trains_exports_and_loads(world: Path, tmp_path: Path) -> None:
         with torch.no_grad():
             out = draft(
                 position_ids=torch.cat([torch.arange(2995, 3000), torch.arange(3000, 3004)])[None],
-                attention_mask=block_causal_mask(torch.tensor([[5]]), torch.tensor([[True]]), 5, 4),
+                attention_mask=block_mask(torch.tensor([[5]]), torch.tensor([[True]]), 5, 4, causal=True),
                 noise_embedding=noise,
                 target_hidden=context,
                 predecessor_ids=torch.tensor([[[5, 6, 7]]]),
