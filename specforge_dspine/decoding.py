@@ -74,11 +74,14 @@ def path_probabilities(scores: Tensor, path: Tensor, temperature: float) -> Tens
 def draft_greedily(
     draft: DSpineDraftModel, head: Tensor, hidden: Tensor, pre_injection: Tensor, anchor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Proposals of every block: greedy tokens [.., M] with refinement, and the backbone's own top-1 [.., M].
+    """Proposals of every block: greedy tokens [.., M] with refinement, and the backbone's own top-1 [.., M]; both the
+    latter for a variant without refinement.
 
     ``hidden``, ``pre_injection`` [.., B, H] as the draft's forward returns them; ``anchor`` x_0 [..].
     """
     excluded = never_emitted(draft.settings, draft.mask_token_id, len(head), head.device)
     ids, _ = candidates(head, hidden[..., 1:, :], excluded, draft.settings.top_k)
+    if not draft.settings.refinement:
+        return ids[..., 0], ids[..., 0]
     path = greedy_walk(transition_cache(draft, head, pre_injection[..., 1:, :], ids, anchor))
     return ids.gather(-1, path.unsqueeze(-1)).squeeze(-1), ids[..., 0]

@@ -206,7 +206,13 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
         available = len(samples) * training.num_epochs // quantum
     else:
         files = features_in("data.hidden_states_path", host.data.hidden_states_path, target)
-        per_rank = -(-len(files) // ranks)  # SpecForge's sampler repeats files so that all ranks have as many
+        if left := len(files) % (ranks * training.batch_size):
+            raise RecipeError(
+                f"training.batch_size={training.batch_size} on {ranks} rank(s): of {len(files)} feature files {left} "
+                "would fill no batch, and be dropped or repeated in every epoch; choose a batch_size that divides "
+                "them, or take files away"
+            )
+        per_rank = len(files) // ranks
         with refused("training"):
             validate_fixed_accumulation_plan(
                 num_samples=per_rank,

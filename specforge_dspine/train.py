@@ -24,7 +24,8 @@ from accelerate.utils import set_seed
 from specforge.distributed import destroy_distributed, init_distributed
 
 from specforge_dspine import assembly
-from specforge_dspine.export import FLAVOURS, export_run
+from specforge_dspine.export import export_run
+from specforge_dspine.formats import FLAVOURS, CheckpointError, refuse_unservable
 from specforge_dspine.host import bootstrap_single_process_env, build_model_bundle
 from specforge_dspine.metrics import RunLogger
 from specforge_dspine.plan import Plan, make_plan
@@ -200,12 +201,17 @@ def run(recipe: Recipe, *, resume: bool) -> int:
 
 
 def export_all(recipe: Recipe) -> None:
-    """Both flavours of the newest checkpoint, below the run's directory.
+    """The newest checkpoint in every flavour that can serve this variant, below the run's directory.
 
     Raises:
         CheckpointError: as ``export_run``.
     """
     for flavour in FLAVOURS:
+        try:
+            refuse_unservable(flavour, recipe.dspine)
+        except CheckpointError as error:
+            print(f"not exported as {flavour}: {error}", flush=True)
+            continue
         out = recipe.run_dir / "export" / flavour
         export_run(recipe.run_dir, flavour, out)
         print(f"exported: {out}", flush=True)

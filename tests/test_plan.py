@@ -85,18 +85,34 @@ def test_streamed_steps(
     ("ranks", "training", "steps", "unused"),
     [
         (1, {}, 5, 0),
-        (1, {"batch_size": 3}, 3, 1),  # three batches an epoch, the tenth file is left over
-        (1, {"batch_size": 3, "num_epochs": 2, "accumulation_steps": 2}, 3, 2),
-        (4, {"batch_size": 3}, 1, 0),  # ⌈10 / 4⌉ = 3 files a rank
-        (2, {"max_steps": 2}, 2, 2),
+        (1, {"batch_size": 5, "num_epochs": 3}, 6, 0),
+        (1, {"batch_size": 5, "num_epochs": 2, "accumulation_steps": 2}, 2, 0),
+        (5, {}, 1, 0),
+        (1, {"max_steps": 2}, 2, 6),
     ],
 )
 def test_offline_steps(world: Path, ranks: int, training: dict[str, Any], steps: int, unused: int) -> None:
-    """Each rank has as many files; what fills no batch is left out, epoch by epoch."""
     plan = resolve(world, offline=True, ranks=ranks, training={"max_steps": None} | training)
     assert (plan.steps, plan.total_steps, plan.unused) == (steps, steps, unused)
     assert len(plan.files) == 10 and not plan.samples
     assert f"offline features in {world / 'features'}" in plan.render()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "training", "message"),
+    [
+        (1, {"batch_size": 3}, "of 10 feature files 1 would fill no batch"),
+        (2, {"batch_size": 2}, "of 10 feature files 2 would fill no batch"),
+        (4, {"batch_size": 3}, "of 10 feature files 10 would fill no batch"),
+        (1, {"accumulation_steps": 2}, "incomplete gradient accumulation: 5 micro-batches"),
+    ],
+)
+def test_an_offline_plan_that_does_not_divide_is_refused(
+    world: Path, ranks: int, training: dict[str, Any], message: str
+) -> None:
+    """No sample is dropped or repeated silently."""
+    with pytest.raises(RecipeError, match=message):
+        resolve(world, offline=True, ranks=ranks, training={"max_steps": None} | training)
 
 
 def test_schedules_follow_the_horizon(world: Path) -> None:
