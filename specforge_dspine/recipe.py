@@ -7,6 +7,8 @@
     stream: {..}     where the target's states come from (StreamOptions)
     heldout: {..}    captured samples that training never sees, and how often to look at them (HeldoutOptions)
 
+    base: other.yaml  a recipe beside this one, of which this one only says what differs
+
 ``data.hidden_states_path`` alone turns a streamed recipe into an offline one: ``data.prompts_path`` and ``stream:``
 are then not used.
 
@@ -176,17 +178,36 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = (), *, 
         RecipeError: no such file, not a mapping, an unknown key, a wrong value, or sections that contradict each
             other.
     """
+    document = read_document(Path(path))
+    for override in overrides:
+        apply_override(document, override)
+    return check_recipe(document, world_size=world_size)
+
+
+def read_document(path: Path, *, of: Path | None = None) -> dict[str, Any]:
+    """The recipe at ``path`` (the base ``of`` another) on top of its own ``base``, unchecked.
+
+    Raises:
+        RecipeError: no such file, not YAML, not a mapping, or a base that has a base.
+    """
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror}; recipes/ holds some to start from") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not YAML: {_one_line(error)}") from error
     if not isinstance(document, dict):
         raise RecipeError(f"{path} must be a mapping of sections, found {type(document).__name__}")
-    for override in overrides:
-        apply_override(document, override)
-    return check_recipe(document, world_size=world_size)
+    if "base" not in document:
+        return document
+    name = document.pop("base")
+    if of is not None:
+        raise RecipeError(f"base={path.name!r} of {of} has a base itself, {name!r}; name that one, and what differs")
+    base = read_document(path.parent / str(name), of=path)
+    for section, values in document.items():
+        both = isinstance(values, dict) and isinstance(base.get(section), dict)
+        base[section] = base[section] | values if both else values
+    return base
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

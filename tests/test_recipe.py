@@ -261,6 +261,20 @@ def test_the_saved_recipe_holds_every_default_and_reads_back_as_itself(tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
+def test_a_recipe_says_what_differs_from_its_base(tmp_path: Path) -> None:
+    """The DFlash baseline is the DSpine recipe but for the method, the name and the folder."""
+    for size in ("smollm2_cpu", "qwen3_8b"):
+        ours, baseline = (load_recipe(RECIPES[0].parent / f"{size}{suffix}.yaml") for suffix in ("", "_dflash"))
+        assert (baseline.host.training, baseline.host.data) == (ours.host.training, ours.host.data)
+        differing = {k for k, v in baseline.dspine.model_dump().items() if v != getattr(ours.dspine, k)}
+        assert differing == {"causal", "injection", "refinement", "curriculum", "alignment", "ce_weight"}
+        assert baseline.host.output_dir != ours.host.output_dir
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(RecipeError, match=r"base='b.yaml' of .*a.yaml has a base itself, 'a.yaml'"):
+        load_recipe(tmp_path / "a.yaml")
+
+
 def test_a_plan_prints_the_run_and_starts_nothing(world: Path) -> None:
     """In a process of its own: no server, no folder, status 0."""
     before = sorted(world.rglob("*"))
