@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +31,9 @@ from specforge_dspine.decoding import (
     path_probabilities,
     transition_cache,
 )
+from specforge_dspine.distillation import distil, distil_by_autograd, teacher_distribution
 from specforge_dspine.model import DraftOutput
-from specforge_dspine.objective import Rows, gathered, row_terms, supervised_rows
+from specforge_dspine.objective import Rows, alignment_terms, gathered, refinement_terms, supervised_rows
 from specforge_dspine.transfer import build_transfer_space
 from specforge_dspine.vectors import VectorFileError, Vectors
 
@@ -44,6 +46,7 @@ FLIPPED = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.35}  # shar
 # the size, infinite for none at all.
 GRADIENT_NORM = 1.0
 PATH_TEMPERATURE = 0.7
+DISTIL = {"": distil, " (by autograd)": distil_by_autograd}  # as training computes it, and its reference
 
 
 class Check(NamedTuple):
@@ -148,22 +151,24 @@ def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield f"rows/{name}", ours, v[f"rows/{name}"]
     if len(rows.label) != len(v["rows/label"]):
         return  # the rows above are off; nothing below can be compared
-    teacher = v.batch("last")
-    states = gathered(forward(v, replace=True), rows, teacher.shape[1])
-    terms = row_terms(
-        v.draft,
-        v.head,
-        teacher.flatten(0, 1),
-        *states,
-        rows.label,
-        rows.predecessor,
-        v.candidates("rows/candidates"),
-    )
-    names = {"refined_ce": "rce", "refined_l1": "rl1"}
-    for name, value in terms._asdict().items():
-        yield f"rows/{names.get(name, name)}", value, v[f"rows/{names.get(name, name)}"]
-    logits = F.linear(states[0], v.head).double()
-    own = logits.topk(v.draft.settings.top_k, dim=-1).indices
+    last, settings = v.batch("last"), v.draft.settings
+    hidden, pre_injection, features, position = gathered(forward(v, replace=True), rows, last.shape[1])
+    p = teacher_distribution(v.head, last.flatten(0, 1), position)
+    chosen = v.candidates("rows/candidates")
+    for name, implementation in DISTIL.items():
+        d = implementation(hidden, v.head, rows.label, rows.weight, p, settings, chosen)
+        for field in ("ce", "l1", "correct"):
+            yield f"rows/{field}{name}", getattr(d, field), v[f"rows/{field}"]
+    assert d.candidates is not None
+    yield "rows/mass", d.candidates.mass, v["rows/mass"]
+    refined = refinement_terms(v.draft, v.head, pre_injection, rows.label, rows.predecessor, d.candidates)
+    names = {"ce": "rce", "l1": "rl1", "correct": "refined_correct"}
+    for field, value in refined._asdict().items():
+        name = f"rows/{names.get(field, field)}"
+        yield name, value, v[name]
+    yield "rows/align", alignment_terms(v.draft, v.head, features, rows.label), v["rows/align"]
+    logits = F.linear(hidden, v.head).double()
+    own = logits.topk(settings.top_k, dim=-1).indices
     yield "rows/candidates", 1 + candidate_error(logits, own, v["rows/candidates"]), _scalar(1.0)
 
 
@@ -194,8 +199,8 @@ def loss_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     In bfloat16 near ties change the top K, and with it the loss by a jump: there the file's candidates are used.
     """
     chosen = v.candidates("rows/candidates") if v.dtype is torch.bfloat16 else None
-    for normalization in ("separate", "shared"):
-        v.model.normalization = normalization
+    for normalization, (suffix, implementation) in product(("separate", "shared"), DISTIL.items()):
+        v.model.normalization, v.model.distil = normalization, implementation
         v.draft.zero_grad()
         loss = v.model(
             v.batch("input_ids"),
@@ -209,10 +214,10 @@ def loss_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
         total = loss.numerator / loss.denominator
         total.backward()
         for name, value in (("loss", total), ("numerator", loss.numerator), ("denominator", loss.denominator)):
-            yield f"{name}_{normalization}", value.double(), _scalar(v.scalars[f"{name}_{normalization}"])
+            yield f"{name}_{normalization}{suffix}", value.double(), _scalar(v.scalars[f"{name}_{normalization}"])
         for name, parameter in v.draft.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            yield f"grads_{normalization}/{name}", grad, v[f"grads_{normalization}/{name}"]
+            yield f"grads_{normalization}/{name}{suffix}", grad, v[f"grads_{normalization}/{name}"]
 
 
 PARTS = (transfer_checks, schedule_checks, output_checks, row_checks, decode_checks, loss_checks)

@@ -20,7 +20,8 @@ is split. What the window sums to comes from outside (window.py): of a micro-bat
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,14 @@ from torch import Tensor
 
 from specforge_dspine.config import DSpineSettings
 from specforge_dspine.curriculum import Blocks
+from specforge_dspine.distillation import (
+    Candidates,
+    Distil,
+    choose_candidates,
+    distil,
+    teacher_distribution,
+    wide,
+)
 from specforge_dspine.model import DraftOutput, DSpineDraftModel
 
 
@@ -46,20 +55,14 @@ class Rows(NamedTuple):
     weight: Tensor
 
 
-class RowTerms(NamedTuple):
-    """What one row contributes, [n] each but ``align`` [n, L]; the last five carry no gradient. What a variant
-    leaves out is 0 or False (``reported`` knows which)."""
+class Refined(NamedTuple):
+    """What the refinement of one row gives, [n] each; the last three carry no gradient."""
 
-    ce: Tensor
-    l1: Tensor
-    refined_ce: Tensor  # 0 where the label is no candidate
-    refined_l1: Tensor  # 0 where the candidates' teacher mass is at most the threshold
-    align: Tensor  # 1 − cos, or the layer's CE; one column per layer, none where alignment is off
+    ce: Tensor  # 0 where the label is no candidate
+    l1: Tensor  # 0 where the candidates' teacher mass is at most the threshold
     covered: Tensor  # bool: the label is a candidate
     heavy: Tensor  # bool: mass > threshold
-    mass: Tensor  # teacher mass of the candidates
-    correct: Tensor  # bool: the backbone's argmax is the label
-    refined_correct: Tensor  # bool: the refinement's best candidate is the label
+    correct: Tensor  # bool: the refinement's best candidate is the label
 
 
 class Loss(NamedTuple):
@@ -111,70 +114,31 @@ def supervised_rows(
     )
 
 
-def wide(*dtypes: torch.dtype) -> torch.dtype:
-    """Softmaxes are taken in float32, or wider if an input is."""
-    result = torch.float32
-    for dtype in dtypes:
-        result = torch.promote_types(result, dtype)
-    return result
-
-
-@torch.no_grad()
-def teacher_distribution(head: Tensor, teacher: Tensor, position: Tensor) -> Tensor:
-    """p = softmax(E · final state) [n, V] of the states number ``position`` [n] in ``teacher`` [R·S, H]."""
-    needed, row = position.unique(return_inverse=True)  # blocks overlap: a position's p serves several rows
-    return F.linear(teacher[needed], head).to(wide(head.dtype)).softmax(dim=-1)[row]
-
-
-class Candidates(NamedTuple):
-    """The backbone's choice for the refinement: ids [n, K]; their renormalised teacher p̃ [n, K] and its ``mass`` [n];
-    which of them ``is_label`` [n, K]; ``covered``, ``heavy`` [n] (bool)."""
-
-    ids: Tensor
-    p: Tensor
-    mass: Tensor
-    is_label: Tensor
-    covered: Tensor
-    heavy: Tensor
-
-
-@torch.no_grad()
-def choose_candidates(
-    logits: Tensor, p: Tensor | None, label: Tensor, settings: DSpineSettings, chosen: Tensor | None = None
-) -> Candidates:
-    """Top K of ``logits`` [n, V], detached, the label not inserted; ``chosen`` [n, K] overrides them.
-
-    ``p`` [n, V] the teacher's, None where nothing of the loss needs it; ``label`` [n].
-    """
-    ids = logits.topk(settings.top_k, dim=-1).indices if chosen is None else chosen
-    is_label = ids == label.unsqueeze(-1)
-    of_teacher = torch.zeros_like(ids, dtype=logits.dtype) if p is None else p.gather(-1, ids)
-    mass = of_teacher.sum(dim=-1)
-    p_candidates = of_teacher / mass.clamp_min(torch.finfo(mass.dtype).tiny).unsqueeze(-1)
-    return Candidates(
-        ids, p_candidates, mass, is_label, is_label.any(dim=-1), mass > settings.candidate_mass_threshold
-    )
-
-
 def refinement_terms(
-    draft: DSpineDraftModel, head: Tensor, pre_injection: Tensor, predecessor: Tensor, c: Candidates
-) -> tuple[Tensor, Tensor, Tensor]:
-    """CE_r, ℓ1_r [n], and whether the best candidate is the label [n]: q̃ = softmax(E_c · refined) over K.
+    draft: DSpineDraftModel, head: Tensor, pre_injection: Tensor, label: Tensor, predecessor: Tensor, c: Candidates
+) -> Refined:
+    """q̃ = softmax(E_c · refined) over the K candidates c, against the label and p̃.
 
-    ``pre_injection`` u_L [n, H], not detached; ``predecessor`` [n] the right tokens.
+    ``head`` E [V, H]; ``pre_injection`` u_L [n, H], not detached; ``label``, ``predecessor`` (the right ones) [n].
     """
     refined = draft.refine(pre_injection, predecessor)
     scores = torch.einsum("nh,nkh->nk", refined, head[c.ids]).to(wide(head.dtype))
     log_q = scores.log_softmax(dim=-1)
-    ce = -(log_q * c.is_label).sum(dim=-1)
-    l1 = (log_q.exp() - c.p).abs().sum(dim=-1) * c.heavy
-    best = scores.argmax(dim=-1, keepdim=True)
-    return ce, l1, c.is_label.gather(-1, best).squeeze(-1)
+    is_label, heavy = c.ids == label.unsqueeze(-1), c.mass > draft.settings.candidate_mass_threshold
+    return Refined(
+        ce=-(log_q * is_label).sum(dim=-1),
+        l1=(log_q.exp() - c.p).abs().sum(dim=-1) * heavy,
+        covered=is_label.any(dim=-1),
+        heavy=heavy,
+        correct=is_label.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1),
+    )
 
 
 def alignment_terms(draft: DSpineDraftModel, head: Tensor, features: Tensor, label: Tensor) -> Tensor:
     """Per layer, [n, L]: 1 − cos(e_ℓ, C_y) of ``features`` e [n, L, r], or −log softmax(E · norm(h_ℓ))_y of norm(h)
-    [n, L, H]."""
+    [n, L, H]; [n, 0] without alignment."""
+    if draft.settings.alignment == "off":
+        return torch.zeros(len(label), 0, dtype=wide(head.dtype), device=label.device)
     if draft.settings.alignment == "cosine":
         codes = draft.transfer_codes[label].to(wide(head.dtype))
         return 1 - F.cosine_similarity(features.to(codes.dtype), codes.unsqueeze(1), dim=-1)
@@ -183,58 +147,6 @@ def alignment_terms(draft: DSpineDraftModel, head: Tensor, features: Tensor, lab
         for state in features.unbind(dim=1)  # a layer at a time: one [n, V] more, not L of them
     ]
     return torch.stack(losses, dim=-1)
-
-
-def row_terms(
-    draft: DSpineDraftModel,
-    head: Tensor,
-    teacher: Tensor,
-    hidden: Tensor,
-    pre_injection: Tensor,
-    features: Tensor,
-    position: Tensor,
-    label: Tensor,
-    predecessor: Tensor,
-    candidates: Tensor | None = None,
-) -> RowTerms:
-    """Every term of n rows, softmaxes in ≥ float32.
-
-    ``head`` E [V, H]; ``teacher`` final post-norm states [R·S, H], of which row n's is number ``position`` [n];
-    ``hidden`` norm(h_L) and ``pre_injection`` u_L [n, H]; ``features`` [n, L, ..] as ``alignment_terms`` takes them;
-    ``label``, ``predecessor`` [n]; ``candidates`` [n, K] instead of the backbone's own (conformance).
-    """
-    settings = draft.settings
-    logits = F.linear(hidden, head).to(wide(head.dtype))
-    log_q = logits.log_softmax(dim=-1)
-    ce = -log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1)
-    zero, never = torch.zeros_like(ce), torch.zeros_like(label, dtype=torch.bool)
-    p = teacher_distribution(head, teacher, position) if settings.ce_weight < 1 else None
-    terms = RowTerms(
-        ce=ce,
-        l1=zero if p is None else (log_q.exp() - p).abs().sum(dim=-1),
-        refined_ce=zero,
-        refined_l1=zero,
-        align=zero.new_zeros(len(label), 0),
-        covered=never,
-        heavy=never,
-        mass=zero,
-        correct=logits.argmax(dim=-1) == label,
-        refined_correct=never,
-    )
-    if settings.refinement:
-        c = choose_candidates(logits, p, label, settings, candidates)
-        refined_ce, refined_l1, best = refinement_terms(draft, head, pre_injection, predecessor, c)
-        terms = terms._replace(
-            refined_ce=refined_ce,
-            refined_l1=refined_l1,
-            covered=c.covered,
-            heavy=c.heavy,
-            mass=c.mass,
-            refined_correct=best,
-        )
-    if settings.alignment != "off":
-        terms = terms._replace(align=alignment_terms(draft, head, features, label))
-    return terms
 
 
 def gathered(output: DraftOutput, rows: Rows, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -251,37 +163,95 @@ def gathered(output: DraftOutput, rows: Rows, length: int) -> tuple[Tensor, Tens
     return output.hidden[where], output.pre_injection[where], features, rows.sequence * length + rows.position
 
 
-# What a chunk yields, summed over chunks: scalars, but "align" [L] and the grids over (block, slot) [R·N, M].
-SUMS = ("ce", "l1", "refined_ce", "refined_l1", "align", "weight", "covered", "heavy", "mass")
-GRIDS = ("counted", "correct", "refined_correct")
+# Sums over rows: scalars, but "align" [L].
+BACKBONE = ("backbone", "ce", "l1", "weight", "mass")
+REST = ("refined_ce", "refined_l1", "covered", "heavy", "align")
 
 
-def row_sums(terms: RowTerms, weight: Tensor, cell: Tensor, cells: int) -> tuple[Tensor, ...]:
-    """Σ over n rows of everything the loss and the metrics need, in the order SUMS + GRIDS.
+def backbone_sums(
+    head: Tensor,
+    teacher: Tensor,
+    hidden: Tensor,
+    rows: Rows,
+    position: Tensor,
+    settings: DSpineSettings,
+    *,
+    chunk: int,
+    distil: Distil,
+    chosen: Tensor | None,
+) -> tuple[dict[str, Tensor], Tensor, Candidates | None]:
+    """Σ over n rows of what BACKBONE names ("backbone" alone backpropagates), which argmaxes are right [n], and the
+    candidates. At most ``chunk`` rows' logits exist at a time (0: all).
 
-    ``weight`` w [n]; ``cell`` [n] numbers the row's (block, slot) among ``cells`` = R·N·M.
+    ``head`` E [V, H]; ``teacher`` [R·S, H], of which row n's is number ``position`` [n]; ``hidden`` norm(h_L) [n, H].
+    """
+    size = chunk or len(position)
+    parts = []
+    for states, label, weight, where, picked in zip(
+        hidden.split(size),
+        rows.label.split(size),
+        rows.weight.split(size),
+        position.split(size),
+        repeat(None) if chosen is None else chosen.split(size),
+        strict=False,
+    ):
+        p = teacher_distribution(head, teacher, where) if settings.ce_weight < 1 else None
+        parts.append(distil(states, head, label, weight, p, settings, picked))
+    ce, l1, correct = (torch.cat([getattr(part, name) for part in parts]) for name in ("ce", "l1", "correct"))
+    candidates = None
+    if settings.refinement:
+        chosen_parts = [part.candidates for part in parts if part.candidates is not None]
+        candidates = Candidates(*(torch.cat(fields) for fields in zip(*chosen_parts, strict=True)))
+    w = rows.weight.to(ce.dtype)
+    mass = w.new_zeros(()) if candidates is None else (w * candidates.mass).sum()
+    values = (torch.stack([part.loss for part in parts]).sum(), (w * ce).sum(), (w * l1).sum(), w.sum(), mass)
+    return dict(zip(BACKBONE, values, strict=True)), correct, candidates
+
+
+def other_sums(
+    draft: DSpineDraftModel,
+    head: Tensor,
+    pre_injection: Tensor,
+    features: Tensor,
+    rows: Rows,
+    candidates: Candidates | None,
+    *,
+    chunk: int,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Σ over n rows of what REST names, and which refined choices are right [n]; recomputed in the backward pass,
+    ``chunk`` rows at a time (0: kept).
+
+    ``pre_injection`` u_L [n, H], ``features`` [n, L, ..] as ``alignment_terms`` takes them.
     """
 
-    def weighted(values: Tensor) -> Tensor:
-        return (weight.to(terms.ce.dtype) * values).sum()
+    def terms(
+        pre: Tensor, states: Tensor, weight: Tensor, label: Tensor, predecessor: Tensor, number: Tensor, *c: Any
+    ):
+        w = weight.to(wide(head.dtype))
+        zero = w.new_zeros(())
+        refined: tuple[Tensor, ...] = (zero, zero, zero, zero)
+        correct = torch.zeros(len(rows.label), dtype=torch.bool, device=label.device)
+        if c[0] is not None:
+            r = refinement_terms(draft, head, pre, label, predecessor, Candidates(*c))
+            refined = tuple((w * value).sum() for value in (r.ce, r.l1, r.covered, r.heavy))
+            correct = correct.index_put((number,), r.correct)
+        align = (w.unsqueeze(-1) * alignment_terms(draft, head, states, label)).sum(dim=0)
+        return (*refined, align, correct)
 
-    def grid(values: Tensor) -> Tensor:
-        return torch.zeros(cells, device=cell.device).index_put((cell,), (values & (weight > 0)).float())
-
-    return (
-        weighted(terms.ce),
-        weighted(terms.l1),
-        weighted(terms.refined_ce),
-        weighted(terms.refined_l1),
-        (weight.to(terms.align.dtype).unsqueeze(-1) * terms.align).sum(dim=0),
-        weight.to(terms.ce.dtype).sum(),
-        weighted(terms.covered),
-        weighted(terms.heavy),
-        weighted(terms.mass),
-        grid(torch.ones_like(terms.correct)),
-        grid(terms.correct),
-        grid(terms.refined_correct),
+    number = torch.arange(len(rows.label), device=rows.label.device)
+    columns = (None, None, None) if candidates is None else candidates
+    *values, correct = checkpointed_chunk_reduce(
+        terms,
+        pre_injection,
+        features,
+        rows.weight,
+        rows.label,
+        rows.predecessor,
+        number,
+        *columns,
+        chunk_size=chunk,
     )
+    return dict(zip(REST, values, strict=True)), correct
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -298,7 +268,7 @@ def own_share(sums: dict[str, Tensor]) -> Tensor:
 def combine(
     sums: dict[str, Tensor], settings: DSpineSettings, normalization: str, scope: str, beta: float, share: Share
 ) -> Loss:
-    """Numerator and denominator of L from a micro-batch's sums (``row_sums`` by name)."""
+    """Numerator and denominator of L from a micro-batch's ``sums`` (BACKBONE and REST by name)."""
     alpha, total = settings.ce_weight, sums["weight"]
     own = own_share(sums)
     window = share(own)
@@ -306,9 +276,8 @@ def combine(
     _, weight, covered, heavy = window if scope == "window" else own
     if normalization == "shared":
         covered = heavy = weight
-    backbone = alpha * sums["ce"] + (1 - alpha) * sums["l1"]
     refinement = alpha * ratio(sums["refined_ce"], covered) + (1 - alpha) * ratio(sums["refined_l1"], heavy)
-    numerator = backbone + weight * refinement + beta * gate * sums["align"].sum()
+    numerator = sums["backbone"] + weight * refinement + beta * gate * sums["align"].sum()
     one = torch.ones_like(total)
     parts = {
         "ce": (sums["ce"], total),
@@ -363,51 +332,35 @@ def objective(
     scope: str,
     chunk_blocks: int,
     share: Share = alone,
+    distil: Distil = distil,
     candidates: Tensor | None = None,
 ) -> Loss:
     """L of a micro-batch as numerator and denominator; ``share`` as its window gives it.
 
-    ``head`` E [V, H], ``last_hidden`` [R, S, H]. At most ``chunk_blocks``·M rows' logits [.., V] exist at a
-    time, whatever N is: each chunk is recomputed in the backward pass. 0 keeps all rows at once.
-    ``candidates`` [n, K] as for ``row_terms``.
+    ``head`` E [V, H], ``last_hidden`` [R, S, H]. At most ``chunk_blocks``·M rows' logits [.., V] exist at a time,
+    whatever N is; 0 keeps all rows at once. ``candidates`` [n, K] replaces the backbone's own (conformance).
     """
     sequences, count, block, _ = output.hidden.shape
-    proposals = block - 1
-    cells = sequences * count * proposals
-    cell = (rows.sequence * count + rows.block) * proposals + rows.slot - 1
+    chunk = chunk_blocks * (block - 1)
+    hidden, pre_injection, features, position = gathered(output, rows, last_hidden.shape[1])
     teacher = last_hidden.detach().flatten(0, 1)  # everything from the target is detached
-
-    def chunk(
-        hidden: Tensor,
-        pre_injection: Tensor,
-        features: Tensor,
-        position: Tensor,
-        weight: Tensor,
-        where: Tensor,
-        label: Tensor,
-        predecessor: Tensor,
-        chosen: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        terms = row_terms(draft, head, teacher, hidden, pre_injection, features, position, label, predecessor, chosen)
-        return row_sums(terms, weight, where, cells)
-
-    totals = checkpointed_chunk_reduce(
-        chunk,
-        *gathered(output, rows, last_hidden.shape[1]),
-        rows.weight,
-        cell,
-        rows.label,
-        rows.predecessor,
-        candidates,
-        chunk_size=chunk_blocks * proposals,
+    backbone, correct, chosen = backbone_sums(
+        head, teacher, hidden, rows, position, draft.settings, chunk=chunk, distil=distil, chosen=candidates
     )
-    sums = dict(zip(SUMS + GRIDS, totals, strict=True))
-    loss = combine(sums, draft.settings, normalization, scope, beta, share)
-    counted, correct, refined = (sums[name].reshape(-1, proposals) for name in GRIDS)
+    rest, refined_correct = other_sums(draft, head, pre_injection, features, rows, chosen, chunk=chunk)
+    loss = combine(backbone | rest, draft.settings, normalization, scope, beta, share)
+
+    def grid(values: Tensor) -> Tensor:
+        """Rows by block and position, [R·N, M]."""
+        cells = torch.zeros(sequences, count, block - 1, device=values.device)
+        where = (rows.sequence, rows.block, rows.slot - 1)
+        return cells.index_put(where, (values & (rows.weight > 0)).float()).flatten(0, 1)
+
+    counted = grid(torch.ones_like(correct))
     loss.parts["rows"] = (counted.sum(), torch.ones_like(loss.denominator))
-    loss.parts.update(accuracy_parts(counted, correct))
+    loss.parts.update(accuracy_parts(counted, grid(correct)))
     if draft.settings.refinement:
-        loss.parts.update(accuracy_parts(counted, refined, "refined_"))
+        loss.parts.update(accuracy_parts(counted, grid(refined_correct), "refined_"))
     return loss
 
 
@@ -436,8 +389,9 @@ def look_ahead(
         covered, heavy = torch.zeros_like(ce), torch.zeros_like(ce)
         if weights and settings.refinement:
             p = teacher_distribution(head, teacher, position) if settings.ce_weight < 1 else None
-            c = choose_candidates(logits, p, label, settings)
-            covered, heavy = c.covered.to(w.dtype), c.heavy.to(w.dtype)
+            c = choose_candidates(logits, p, settings.top_k)
+            covered = (c.ids == label.unsqueeze(-1)).any(dim=-1).to(w.dtype)
+            heavy = (c.mass > settings.candidate_mass_threshold).to(w.dtype)
         return (torch.stack([(w * ce).sum(), w.sum(), (w * covered).sum(), (w * heavy).sum()]),)
 
     size = chunk_blocks * (output.hidden.shape[2] - 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specforge_dspine.curriculum import Blocks
+from specforge_dspine.distillation import Distil, distil
 from specforge_dspine.masks import block_mask, flex_block_mask
 from specforge_dspine.model import DraftOutput, DSpineDraftModel
 from specforge_dspine.objective import Loss, Rows, Share, alone, look_ahead, objective, supervised_rows
@@ -44,6 +45,7 @@ class DSpineTrainingModel(nn.Module):
         self.objective_chunk_blocks = objective_chunk_blocks
         self.normalization = normalization
         self.normalization_scope = normalization_scope
+        self.distil: Distil = distil
 
     def draft_blocks(
         self, input_ids: Tensor, hidden_states: Tensor, blocks: Blocks, *, with_features: bool = False
@@ -120,5 +122,6 @@ class DSpineTrainingModel(nn.Module):
             scope=self.normalization_scope,
             chunk_blocks=self.objective_chunk_blocks,
             share=share,
+            distil=self.distil,
             candidates=candidates,
         )

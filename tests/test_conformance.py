@@ -45,7 +45,8 @@ def copy_of(
 
 
 def off(file: Path, dtype: torch.dtype = torch.float64) -> set[str]:
-    return {check.name for check in conformance(file, dtype) if not check.ok}
+    """Quantities that are off, whichever of the two implementations of the distillation shows it."""
+    return {check.name.removesuffix(" (by autograd)") for check in conformance(file, dtype) if not check.ok}
 
 
 def perturbed(value: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def test_the_command_line_in_a_process_of_its_own(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "off: loss_shared"
+    assert done.stderr.splitlines()[-1] == "off: loss_shared, loss_shared (by autograd)"
     assert "OFF   9.99e-04 (allowed 5e-05)  loss_shared" in done.stdout
 
 

@@ -10,6 +10,7 @@ from drafts import HIDDEN, VOCAB, make_batch, make_blocks, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specforge_dspine.curriculum import Blocks
+from specforge_dspine.distillation import distil, distil_by_autograd
 from specforge_dspine.objective import supervised_rows
 
 ANCHORS = [[4, 6, 11], [5, 17]]
@@ -171,3 +172,35 @@ def test_bfloat16_softmaxes_are_float32() -> None:
     model, batch, blocks = make_model(dtype=torch.bfloat16), make_batch(dtype=torch.bfloat16), make_blocks(ANCHORS)
     loss = forward(model, batch, blocks)
     assert loss.numerator.dtype is torch.float32 and loss.parts["ce"][0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"ce_weight": 1.0}, {"ce_weight": 0.0}, {"refinement": False}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gradient_that_comes_with_the_loss_is_its_gradient(options: dict[str, float], dtype: torch.dtype) -> None:
+    """``distil`` against the same loss by automatic differentiation, in chunks and in one piece."""
+    limit = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    results = []
+    for implementation, chunk in ((distil_by_autograd, 0), (distil, 0), (distil, 2)):
+        model = make_model(dtype=dtype, **options)
+        model.distil, model.objective_chunk_blocks = implementation, chunk
+        loss = forward(model, make_batch(dtype=dtype), make_blocks(ANCHORS))
+        (loss.numerator * 3).backward()
+        results.append((loss, {n: p.grad for n, p in model.draft_model.named_parameters()}))
+    (reference, gradients), *others = results
+    for loss, ours in others:
+        assert torch.allclose(loss.numerator, reference.numerator, rtol=limit)
+        for name, value in gradients.items():
+            assert (ours[name] - value).norm() <= limit * value.norm(), name
+
+
+def test_loss_and_gradient_agree_by_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (5, 11))
+    p = torch.rand(5, 11, generator=generator, dtype=torch.float64).softmax(-1)
+    label, weight = torch.tensor([3, 0, 10, 3, 7]), torch.tensor([1.0, 0.5, 0.25, 0.0, 2.0])
+    settings = make_model(refinement=False, ce_weight=0.3).draft_model.settings
+
+    def loss(states: torch.Tensor) -> torch.Tensor:
+        return distil(states, head, label, weight, p, settings).loss
+
+    assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(),), eps=1e-7, atol=1e-6)
