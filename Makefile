@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup demo demo-long test test-fast check clean
+.PHONY: setup demo demo-long bench bench-gpu test test-fast check clean
 
 setup: $(READY)
 
@@ -25,6 +25,17 @@ demo: $(READY)
 # The same with a longer recipe: more prompts, more steps, three layers.
 demo-long: $(READY)
 	$(BIN)/python -m specforge_dspine.demo --recipe recipes/smollm2_cpu_long.yaml --out runs/demo-long --prompts 600
+
+# A training step against SpecForge's own, and the objective's memory. About four minutes; keep the machine quiet.
+bench: $(READY)
+	$(BIN)/python -m specforge_dspine.bench --out runs/bench/cpu.json
+
+# The same at Qwen3-8B's sizes on one GPU, with the conformance check on the card: four minutes, nothing downloaded.
+# Needs no .venv, but a CUDA build of torch, triton, transformers 5.8, safetensors and pydantic in GPU_PYTHON, and
+# SpecForge without its own requirements: pip install --no-deps specforge==0.2.0
+GPU_PYTHON ?= python3
+bench-gpu:
+	$(GPU_PYTHON) -m specforge_dspine.bench --device cuda --size qwen3_8b --out runs/bench/gpu.json
 
 test: $(READY)
 	$(PYTEST) tests

@@ -1,6 +1,6 @@
 """Does this installation compute DSpine? The functions that training and decoding call, against a vector file.
 
-    python -m specforge_dspine.conformance FILE.safetensors [--dtype float64|float32|bfloat16]
+    python -m specforge_dspine.conformance FILE.safetensors [--dtype float64|float32|bfloat16] [--device cpu|cuda]
 
 A vector file (format: docs/vectors.md) holds a tiny draft, a target's tables, one sequence and, in float64,
 everything that follows from them. Each quantity is printed with max|a − b| / max|b| (discrete ones: the share
@@ -223,8 +223,8 @@ def loss_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
 PARTS = (transfer_checks, schedule_checks, output_checks, row_checks, decode_checks, loss_checks)
 
 
-def conformance(path: Path, dtype: torch.dtype) -> list[Check]:
-    """Every check of the vector file at ``path`` in ``dtype``.
+def conformance(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Check]:
+    """Every check of the vector file at ``path`` in ``dtype``, computed on ``device``.
 
     Raises:
         FileNotFoundError: the file, or the JSON of scalars beside it, is missing.
@@ -233,9 +233,10 @@ def conformance(path: Path, dtype: torch.dtype) -> list[Check]:
     """
     results = []
     try:
-        vectors = Vectors(path, dtype)
+        vectors = Vectors(path, dtype, device)
         for part in PARTS:
-            for name, ours, theirs in part(vectors):
+            for name, *both in part(vectors):
+                ours, theirs = (value.cpu() for value in both)
                 if dtype is torch.bfloat16 and name.startswith("grads_"):
                     results.append(Check(name, relative_norm(ours, theirs), GRADIENT_NORM))
                     continue
@@ -251,9 +252,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m specforge_dspine.conformance", description=__doc__)
     parser.add_argument("file", type=Path, help="vector file (.safetensors, with a .json of scalars beside it)")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args: Any = parser.parse_args(argv)
     try:
-        results = conformance(args.file, getattr(torch, args.dtype))
+        results = conformance(args.file, getattr(torch, args.dtype), args.device)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

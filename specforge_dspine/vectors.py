@@ -28,9 +28,9 @@ class VectorFileError(ValueError):
 
 
 class Vectors:
-    """A vector file and its JSON of scalars, the draft and the padded batch built from them."""
+    """A vector file and its JSON of scalars, the draft and the padded batch built from them, on ``device``."""
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         try:
             self.tensors = load_file(path)
         except SafetensorError as error:
@@ -38,9 +38,10 @@ class Vectors:
         self.scalars = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         self.dtype = dtype
         self._check_inputs()
+        self.draft = self._draft().to(device)
+        self.tensors = {name: value.to(device) for name, value in self.tensors.items()}
         self.length = len(self["inputs/input_ids"])
         self.anchors = self["inputs/anchors"]
-        self.draft = self._draft()
         self.head = self["target/lm_head"].to(dtype)
         self.model = DSpineTrainingModel(
             self.draft,
@@ -131,8 +132,9 @@ class Vectors:
 
     def blocks(self, *, replace: bool) -> Blocks:
         """The file's blocks and a padding block in row 0; live but unsupervised blocks in row 1."""
-        width = len(self.anchors) + EXTRA_BLOCKS
-        anchors, keep = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width, dtype=torch.bool)
+        width, device = len(self.anchors) + EXTRA_BLOCKS, self.anchors.device
+        anchors = torch.zeros(2, width, dtype=torch.long, device=device)
+        keep = torch.zeros_like(anchors, dtype=torch.bool)
         anchors[:, : len(self.anchors)], keep[:, : len(self.anchors)] = self.anchors, True
         replaced = torch.zeros_like(keep)
         replaced[0, : len(self.anchors)] = self["inputs/replace"] & replace
