@@ -1,0 +1,130 @@
+"""What rounding does to a curve: the measurement that its tolerances and its seed were chosen by.
+
+    python tests/curve_noise.py [--only NAME ..] [--seeds N ..] [--draws 3]
+
+For each curve and seed: the *margin*, which is the smallest gap between the K-th and the next logit over all rows and
+steps, relative to the largest logit of the row; then, for runs on features with relative noise of 1e-7 and 1e-6, on
+other chunk sizes and on two threads, the largest residual of every class of parts as first / absolute / drift (see
+curve_compare). Where rounding exceeds the margin, a candidate is swapped and the curve jumps: a reference is recorded
+from a seed whose margin is wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specforge_dspine import curves
+from specforge_dspine.curve_compare import TOLERANCES, TRAILING, Curve, residuals, tolerance_of
+from specforge_dspine.curves import CURVES, Spec, run_curve, world_in
+
+NOISE = (1e-7, 1e-6)
+CHUNKS = (0, 1, 3)
+
+
+@contextlib.contextmanager
+def margins() -> Iterator[list[float]]:
+    """Collects the relative gap behind the K-th best of every row that a top-K is taken of."""
+    original, found = torch.Tensor.topk, []
+
+    def topk(self: Tensor, k: int, *rest: Any, **named: Any) -> Any:
+        best = original(self.detach(), k + 1).values
+        found.append(float(((best[..., -2] - best[..., -1]) / self.detach().abs().amax(dim=-1)).min()))
+        return original(self, k, *rest, **named)
+
+    torch.Tensor.topk = topk  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        torch.Tensor.topk = original  # type: ignore[method-assign]
+
+
+def noisy_world(world: Path, out: Path, size: float, seed: int) -> Path:
+    """A copy of ``world`` whose captured states carry relative Gaussian noise."""
+    if not out.exists():
+        shutil.copytree(world, out)
+        generator = torch.Generator().manual_seed(seed)
+        for file in sorted((out / "features").iterdir()):
+            record = torch.load(file)
+            for name in ("hidden_states", "target_last_hidden_states"):
+                value = record[name]
+                record[name] = value * (1 + size * torch.randn(value.shape, generator=generator))
+            torch.save(record, file)
+    return out
+
+
+def largest(reference: Curve, curve: Curve) -> dict[str, tuple[float, float, float]]:
+    """Per class of parts: the largest |d| at the first step, at any, and of its means."""
+    found: dict[str, tuple[float, float, float]] = {}
+    for part, values in reference.parts.items():
+        d = residuals(values, curve.parts[part])
+        tail = d[-(len(d) // TRAILING) :]
+        means = abs(sum(d) / len(d)), abs(sum(tail) / len(tail))
+        name = next(pattern.pattern for pattern, allowed in TOLERANCES if allowed is tolerance_of(part))
+        before = found.get(name, (0.0, 0.0, 0.0))
+        found[name] = (max(before[0], abs(d[0])), max(before[1], *map(abs, d)), max(before[2], *means))
+    return found
+
+
+def show(label: str, found: dict[str, tuple[float, float, float]]) -> None:
+    print(f"  {label:<12}", "   ".join(f"{k}: {a:.0e} {b:.0e} {c:.0e}" for k, (a, b, c) in found.items()), flush=True)
+
+
+def main() -> None:
+    """Print the measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(CURVES), choices=sorted(CURVES), metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, help="instead of the curve's own")
+    parser.add_argument("--draws", type=int, default=3, help="of noise; 0: the margin alone")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        world = world_in(Path(folder))
+        for name in args.only:
+            for seed in args.seeds or [None]:
+                own = () if seed is None else (f"training.seed={seed}",)
+                spec = Spec(name, (*CURVES[name].overrides, *own))
+                with margins() as gaps:
+                    reference = run_curve(spec, Path(folder), world)
+                print(f"{name} seed {reference.recipe['training']['seed']}: margin {min(gaps):.1e}", flush=True)
+                for size in NOISE if args.draws else ():
+                    for draw in range(args.draws):
+                        other = noisy_world(world, Path(folder) / f"noise-{size}-{draw}", size, draw)
+                        show(f"noise {size:.0e}", largest(reference, run_curve(spec, Path(folder), other)))
+                for blocks in CHUNKS if args.draws else ():
+                    chunked = Spec(name, (*spec.overrides, f"training.objective_chunk_blocks={blocks}"))
+                    show(f"chunks {blocks}", largest(reference, run_curve(chunked, Path(folder), world)))
+                if args.draws:
+                    with two_threads():
+                        show("2 threads", largest(reference, run_curve(spec, Path(folder), world)))
+
+
+@contextlib.contextmanager
+def two_threads() -> Iterator[None]:
+    """Sums of another order than ``one_thread``'s."""
+    original = curves.one_thread
+
+    @contextlib.contextmanager
+    def threads() -> Iterator[None]:
+        torch.set_num_threads(2)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(1)
+
+    curves.one_thread = threads
+    try:
+        yield
+    finally:
+        curves.one_thread = original
+
+
+if __name__ == "__main__":
+    main()
