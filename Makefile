@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup demo demo-long test test-fast check clean
+.PHONY: setup demo demo-long test test-fast test-slow check clean
 
 setup: $(READY)
 
@@ -27,11 +27,15 @@ demo-long: $(READY)
 	$(BIN)/python -m specforge_dspine.demo --recipe recipes/smollm2_cpu_long.yaml --out runs/demo-long --prompts 600
 
 test: $(READY)
-	$(PYTEST) tests
+	$(PYTEST) tests -m "not slow"
 
 # Without servers and without several ranks.
 test-fast: $(READY)
-	$(PYTEST) tests -m "not server and not ranks"
+	$(PYTEST) tests -m "not server and not ranks and not slow"
+
+# What takes minutes each: the resume matrix, runs that are killed again and again.
+test-slow: $(READY)
+	$(PYTEST) tests -m slow
 
 check: $(READY)
 	$(BIN)/ruff check .

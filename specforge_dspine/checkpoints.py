@@ -67,7 +67,7 @@ def file_fault(path: Path) -> str | None:
         if not zipfile.is_zipfile(path):
             return f"{path.name} is cut ({path.stat().st_size:,} bytes, and its end is missing)"
         with zipfile.ZipFile(path) as archive:
-            # torch takes a record that is marked as a folder for an empty one, and leaves its tensor as it happens to be.
+            # torch reads nothing from a record that is marked as a folder, and returns memory as it happens to be.
             marked = (info.filename for info in archive.infolist() if info.external_attr & MARKED_AS_FOLDER)
             record = next(marked, None) or archive.testzip()
         if record is None:

@@ -132,6 +132,8 @@ def terms(contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((f"training.{name}", str(inner)) for name, inner in value)
         elif key == MODEL_PROVENANCE_CONTRACT_KEY:
             for name, inner in value:
+                if name == "capture_layers":
+                    continue  # dspine.target_layer_ids once more
                 shown = SPELLING.get(f"{key}.{name}", f"model.{name}")
                 if isinstance(inner, tuple) and inner[0] == "directory-stat-v2":
                     _kind, folder, files = inner
