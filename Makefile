@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup demo demo-long bench bench-gpu test test-fast check clean
+.PHONY: setup demo demo-long bench bench-gpu test test-fast test-slow check clean
 
 setup: $(READY)
 
@@ -38,11 +38,15 @@ bench-gpu:
 	$(GPU_PYTHON) -m specforge_dspine.bench --device cuda --size qwen3_8b --out runs/bench/gpu.json
 
 test: $(READY)
-	$(PYTEST) tests
+	$(PYTEST) tests -m "not slow"
 
 # Without servers and without several ranks.
 test-fast: $(READY)
-	$(PYTEST) tests -m "not server and not ranks"
+	$(PYTEST) tests -m "not server and not ranks and not slow"
+
+# What takes minutes each: the resume matrix, runs that are killed again and again.
+test-slow: $(READY)
+	$(PYTEST) tests -m slow
 
 check: $(READY)
 	$(BIN)/ruff check .

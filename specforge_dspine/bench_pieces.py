@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from specforge_dspine.bench_steps import Bench, Sizes
 from specforge_dspine.curriculum import Blocks
+from specforge_dspine.injection import AdjacentCausalInjection
 from specforge_dspine.model import DraftOutput
 from specforge_dspine.objective import Loss
 from specforge_dspine.tracing import Allocations, Shape
@@ -70,7 +71,7 @@ def step_in_pieces(bench: Bench, inputs: dict[str, Any]) -> Pieces:
         bench.wait()
         pieces.injection += time.perf_counter() - started.pop()
 
-    injection = model.draft_model.injection
+    injection = cast(AdjacentCausalInjection, model.draft_model.injection)
     hooks = [injection.register_forward_pre_hook(enter), injection.register_forward_hook(leave)]
     try:
         pieces.draft_forward = bench.timed(lambda: kept.append(draft_output(model, inputs)))

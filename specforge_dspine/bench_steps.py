@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from specforge.runtime.contracts import TrainBatch
@@ -20,6 +20,7 @@ from transformers import Qwen3Config
 
 from specforge_dspine.config import DSpineSettings, small_draft_config
 from specforge_dspine.curriculum import alignment_beta, draw_blocks
+from specforge_dspine.injection import AdjacentCausalInjection
 from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.strategy import FEATURES, DSpineTrainStrategy, Schedule
 from specforge_dspine.training_model import DSpineTrainingModel
@@ -154,7 +155,7 @@ class Bench:
         draft = self.model.draft_model
         draft.set_transfer_space(space)
         with torch.no_grad():
-            for write in draft.injection.writes:
+            for write in cast(AdjacentCausalInjection, draft.injection).writes:
                 nn.init.normal_(write.get_parameter("weight"), std=0.01)
         return space
 

@@ -15,16 +15,15 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import yaml
 from safetensors.torch import save_file
-from specforge.training.checkpoint import STATE_FILE, CheckpointManager
 from torch import Tensor
 from transformers import Qwen3Config
 
+from specforge_dspine.checkpoints import newest_complete, read_state
 from specforge_dspine.config import ARCHITECTURE, settings_of
 from specforge_dspine.formats import (
     BRIDGE,
@@ -51,15 +50,16 @@ def read_run(run: Path) -> tuple[dict[str, Tensor], Qwen3Config, torch.dtype]:
     """The newest complete checkpoint of a run: its draft tensors, the draft's config and the recipe's dtype.
 
     Raises:
-        CheckpointError: the folder holds no run, no complete checkpoint yet, or checkpoints of several runs.
+        CheckpointError: the folder holds no run, or no complete checkpoint yet.
     """
     config = Qwen3Config.from_dict(read_json(run / "draft_config.json"))
     try:
         recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
-        folder = Path(CheckpointManager.resolve_resume_dir(str(run)))
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=False, mmap=True)
-        return state["draft_state_dict"], config, DTYPES[recipe["model"]["torch_dtype"]]
-    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError) as error:
+        folder = newest_complete(run, recipe["run_id"])
+        if folder is None:
+            raise ValueError("none was written yet")
+        return read_state(folder)["draft_state_dict"], config, DTYPES[recipe["model"]["torch_dtype"]]
+    except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{run}: not a run with a complete checkpoint ({error})") from error
 
 

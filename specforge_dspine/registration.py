@@ -8,7 +8,7 @@ hidden_states (the tapped layers) and target_last_hidden_states (final, post-nor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ from specforge_dspine.config import (
     match_draft_config,
     settings_of,
 )
+from specforge_dspine.contract import resume_contract
 from specforge_dspine.host import build_dflash_family_model, build_registered_draft
 from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.ranks import on_every_rank
@@ -68,22 +69,6 @@ logger = logging.getLogger(__name__)
 
 NORMALIZER_ID = "dspine_offline_v1"
 LONGEST = 1 << 31  # streamed records were cut to data.max_length when their prompts were read
-
-
-def resume_contract(
-    options: DSpineOptions, config: Config, draft: DSpineDraftModel, model: DSpineTrainingModel
-) -> Mapping[str, Any]:
-    """What must not change between a checkpoint and its continuation, beside what SpecForge compares itself."""
-    return {
-        "dspine_options": tuple(sorted((k, str(v)) for k, v in options.model_dump(mode="json").items())),
-        "dspine_mask_token_id": int(draft.mask_token_id),
-        "dspine_num_anchors": model.num_anchors,
-        "dspine_loss_decay_gamma": model.loss_decay_gamma,
-        "dspine_seed": config.training.seed,
-        "dspine_attention_backend": model.attention_backend,
-        "dspine_learning_rate": (config.training.learning_rate, config.training.warmup_ratio),
-        "dspine_data": config.data.prompts_path or config.data.hidden_states_path,
-    }
 
 
 def populate_draft_config(

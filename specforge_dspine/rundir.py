@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from specforge.training.checkpoint import STATE_FILE, CheckpointManager
-
+from specforge_dspine.checkpoints import checkpoint_folders, checkpoint_step, newest_complete, sweep
 from specforge_dspine.metrics import METRICS_FILE, rewind_metrics
 from specforge_dspine.recipe import Recipe, RecipeError
 
@@ -42,14 +40,12 @@ def claim_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
     A start that failed before its first step left nothing worth keeping, and counts as no run.
 
     Raises:
-        RecipeError: the directory holds a run and ``resume`` is False, or there is nothing to resume.
+        RecipeError: the directory holds a run and ``resume`` is False, there is nothing to resume, or it holds
+            checkpoints and none is complete.
     """
     run_dir = recipe.run_dir
     log = run_dir / METRICS_FILE
-    checkpoint: str | None = None
-    with contextlib.suppress(FileNotFoundError):
-        checkpoint = str(CheckpointManager.resolve_resume_dir(str(run_dir)))
-    holds_run = checkpoint is not None or (log.exists() and log.stat().st_size > 0)
+    holds_run = bool(checkpoint_folders(run_dir)) or (log.exists() and log.stat().st_size > 0)
     if holds_run and not resume:
         raise RecipeError(
             f"output_dir={str(run_dir)!r} already holds a run; continue it with --resume, or give another output_dir"
@@ -58,25 +54,21 @@ def claim_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
         raise RecipeError(f"output_dir={str(run_dir)!r} holds no run to resume; start it without --resume")
     if not resume:
         (run_dir / DELIVERY_LOG).unlink(missing_ok=True)  # of a start that failed
-    return checkpoint
-
-
-def checkpoint_step(path: str | None) -> int:
-    """Optimizer steps of a checkpoint folder; 0 without one."""
-    if path is None:
-        return 0
-    state = torch.load(Path(path) / STATE_FILE, map_location="cpu", weights_only=False, mmap=True)
-    return int(state["global_step"])
+        return None
+    checkpoint = newest_complete(run_dir, recipe.host.run_id)
+    return None if checkpoint is None else str(checkpoint)
 
 
 def accept(recipe: Recipe, draft_config: dict[str, Any], checkpoint: str | None) -> None:
     """The trainer is built and has accepted ``checkpoint``: from here on the directory is this run's.
 
-    Writes the resolved recipe and the draft's config, and takes metrics after the checkpoint out.
+    Writes the resolved recipe and the draft's config, and takes out what came after the checkpoint.
     """
+    step = checkpoint_step(checkpoint)
+    sweep(recipe.run_dir, recipe.host.run_id, step)
     recipe.save(recipe.run_dir / RECIPE_FILE)
     write_json(recipe.run_dir / DRAFT_CONFIG_FILE, draft_config)
-    rewind_metrics(recipe.run_dir / METRICS_FILE, checkpoint_step(checkpoint))
+    rewind_metrics(recipe.run_dir / METRICS_FILE, step)
 
 
 def write_json(path: Path, value: Any) -> None:

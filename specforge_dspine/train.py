@@ -24,6 +24,8 @@ from accelerate.utils import set_seed
 from specforge.distributed import destroy_distributed, init_distributed
 
 from specforge_dspine import assembly
+from specforge_dspine.checkpoints import checkpoint_step
+from specforge_dspine.contract import host_contract, refuse_changes
 from specforge_dspine.export import export_run
 from specforge_dspine.formats import FLAVOURS, CheckpointError, refuse_unservable
 from specforge_dspine.host import bootstrap_single_process_env, build_model_bundle
@@ -31,7 +33,7 @@ from specforge_dspine.metrics import RunLogger
 from specforge_dspine.plan import Plan, make_plan
 from specforge_dspine.ranks import RunFailed, on_every_rank
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
-from specforge_dspine.rundir import DELIVERY_LOG, accept, checkpoint_step, claim_run_dir, exclusive, write_json
+from specforge_dspine.rundir import DELIVERY_LOG, accept, claim_run_dir, exclusive, write_json
 from specforge_dspine.signals import Interrupted, unwinding_signals
 from specforge_dspine.stream.client import SGLangClient, StreamProofError
 from specforge_dspine.stream.server import ManagedServer, ServerFailed
@@ -190,6 +192,10 @@ def run(recipe: Recipe, *, resume: bool) -> int:
         if rank == 0:
             print(plan.render(), flush=True)
         bundle = build_model_bundle(host, algorithm=plan.algorithm)
+        if resume_from is not None:
+            contract = host_contract(host, ranks=ranks, total_steps=plan.total_steps)
+            contract |= bundle.strategy_kwargs.resume_contract
+            on_every_rank(rank, lambda: refuse_changes(resume_from, contract))
         logger = RunLogger(host, rank=rank, steps=plan.steps, micro_batches=ranks * host.training.accumulation_steps)
         runner = run_offline if recipe.stream is None else run_streamed
         try:
@@ -201,7 +207,7 @@ def run(recipe: Recipe, *, resume: bool) -> int:
 
 
 def export_all(recipe: Recipe) -> None:
-    """The newest checkpoint in every flavour that can serve this variant, below the run's directory.
+    """The newest complete checkpoint in every flavour that can serve this variant, below the run's directory.
 
     Raises:
         CheckpointError: as ``export_run``.
@@ -227,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recipe", required=True, help="YAML file, see recipes/")
     parser.add_argument("--plan", action="store_true", help="print the resolved run without starting it")
     parser.add_argument(
-        "--resume", action="store_true", help="continue the run in output_dir from its last checkpoint"
+        "--resume", action="store_true", help="continue the run in output_dir from its newest complete checkpoint"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the recipe")
     args = parser.parse_intermixed_args(argv)

@@ -340,7 +340,7 @@ def codes_uncentred() -> AbstractContextManager[None]:
 
 
 def mask_changed(change: Callable[[Tensor, Tensor, Tensor, int, int], Tensor]) -> AbstractContextManager[None]:
-    """``change(mask, anchors, keep, context, block)`` after ``block_causal_mask``, mask [R, N, B, S + N·B]."""
+    """``change(mask, anchors, keep, context, block)`` after ``block_mask``, mask [R, N, B, S + N·B]."""
 
     def make(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def changed(anchors: Tensor, keep: Tensor, context: int, block: int, *rest: Any, **named: Any) -> Tensor:
@@ -350,7 +350,7 @@ def mask_changed(change: Callable[[Tensor, Tensor, Tensor, int, int], Tensor]) -
 
         return changed
 
-    return everywhere(masks.block_causal_mask, make)
+    return everywhere(masks.block_mask, make)
 
 
 def block_bidirectional() -> AbstractContextManager[None]:

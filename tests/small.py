@@ -38,6 +38,16 @@ def write_samples(path: Path, count: int = 24, *, length: int = 40, prompt: int 
     return path
 
 
+def poison_samples(source: Path, path: Path, token: int, *, every: int = 4) -> Path:
+    """The samples of ``source`` with ``token`` in the first of ``every`` so many, and in no other."""
+    lines = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    for index, sample in enumerate(lines):
+        ids = [3 if entry == token else entry for entry in sample["input_ids"]]
+        sample["input_ids"] = [*ids[:10], token, *ids[11:]] if index % every == 0 else ids
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in lines), encoding="utf-8")
+    return path
+
+
 def tiny_recipe(target: Path, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """A recipe document for a tiny target on the CPU; ``sections`` are merged into it."""
     document: dict[str, Any] = {

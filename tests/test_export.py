@@ -37,9 +37,15 @@ def save_run(run: Path, tensors: dict[str, Tensor], step: int = 3, **model: str)
     folder = run / f"tiny-step{step}"
     folder.mkdir(parents=True)
     (run / "draft_config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
-    document = {"model": {"target_model_path": "target", "torch_dtype": "bfloat16"} | model}
+    document = {"run_id": "tiny", "model": {"target_model_path": "target", "torch_dtype": "bfloat16"} | model}
     (run / "recipe.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-    torch.save({"draft_state_dict": tensors, "run_id": "tiny", "global_step": step}, folder / "training_state.pt")
+    save_state(folder, tensors, step)
+
+
+def save_state(folder: Path, tensors: dict[str, Tensor], step: int) -> None:
+    """What an export needs of a checkpoint of one rank."""
+    torch.save({"draft_state_dict": tensors, "global_step": step, "world_size": 1}, folder / "training_state.pt")
+    torch.save({"rng": {}}, folder / "training_state_rank0.pt")
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +369,7 @@ def test_writing_refuses_what_reading_refuses_and_keeps_an_earlier_export(
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     tensors = {name: value.clone() for name, value in state.items()}
     change(tensors)
-    torch.save({"draft_state_dict": tensors}, tmp_path / "run" / "tiny-step3" / "training_state.pt")
+    save_state(tmp_path / "run" / "tiny-step3", tensors, 3)
     capsys.readouterr()
     assert main(arguments) == 2
     with pytest.raises(CheckpointError, match=message):

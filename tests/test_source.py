@@ -61,6 +61,18 @@ def test_resuming_twice_delivers_the_same_samples(tmp_path: Path) -> None:
     assert second.take(6) == [7, 3, 4, 5, 8, 9]
 
 
+def test_a_capture_that_was_cut_short_is_asked_for_again(tmp_path: Path) -> None:
+    """Killed after a bad record was logged and before the good ones of the same capture were: none is lost."""
+    log = tmp_path / "delivered.jsonl"
+    write_log(log, [0, 1], [0, 2], 3)
+    for _ in range(2):  # the second time after a resume that was killed at the same place
+        with open(log, "a", encoding="utf-8") as stream:
+            stream.write("\n" + json.dumps({"dropped": "sample 'x': bad"}))
+    state = resume_delivery(log, 2)
+    assert state.take(3) == [3, 4, 5]
+    assert state.dropped == ["sample 'x': bad"], "counted once"
+
+
 def test_a_checkpoint_beyond_the_log_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "delivered.jsonl"
     write_log(log, [0, 1], [0, 1], 2)

@@ -1,9 +1,10 @@
 """From prompts to training refs: the plan of samples, and the source that SpecForge's rollout worker asks.
 
 The run needs a fixed number of samples (steps × global batch). SpecForge's producer is given that many numbered
-slots; this source fills each slot with the next sample of an endless, seeded plan. A record that is bad is
-dropped, counted and named, and its slot takes a later sample, so that the run reaches its planned steps.
-Delivered order and plan position are logged, line by line, to ``delivered.jsonl``.
+slots; this source fills each slot with the next sample of an endless, seeded plan. A record that is bad is dropped,
+counted and named, and the next sample moves up, so that the run reaches its planned steps: what is delivered is the
+plan without the bad ones, however it is leased, stopped and resumed. Delivered order and plan position are logged,
+line by line, to ``delivered.jsonl``.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def resume_delivery(path: Path, consumed: int) -> Delivery:
     """The stream's state when the first ``consumed`` samples were trained on, from ``delivered.jsonl``.
 
     The log only grows. A sample delivered after the checkpoint is delivered again and logged under the same number;
-    of equal numbers the last line counts, so that a run may be stopped and resumed as often as one likes.
+    of equal numbers the last line counts, so that a run may be stopped and resumed as often as one likes. A capture
+    that a kill cut short has logged its bad records, but no delivery: all of its samples are asked for again.
 
     Raises:
         RecipeError: the log is shorter than what the checkpoint consumed.
@@ -161,8 +163,8 @@ def resume_delivery(path: Path, consumed: int) -> Delivery:
     return Delivery(
         delivered=consumed,
         pending=[places[number] for number in sorted(places) if number >= consumed],
-        next=max((entry["next"] for entry in entries), default=0),
-        dropped=[entry["dropped"] for entry in entries if "dropped" in entry],
+        next=max((entry["next"] for entry in entries if "number" in entry), default=0),
+        dropped=list(dict.fromkeys(entry["dropped"] for entry in entries if "dropped" in entry)),
     )
 
 
@@ -197,25 +199,20 @@ class CaptureSource:
             RuntimeError: more than ``max_dropped`` records were bad.
             ConnectionError: no server answers any more.
         """
-        refs: list[SampleRef | None] = [None] * len(tasks)
-        positions = [0] * len(tasks)
-        open_slots = list(range(len(tasks)))
-        while open_slots:
-            taken = self.state.take(len(open_slots))
+        refs: list[SampleRef] = []
+        positions: list[int] = []
+        while len(refs) < len(tasks):
+            taken = self.state.take(len(tasks) - len(refs))
             samples = [self.plan[position] for position in taken]
-            results = self._capture(samples)
-            retry = []
-            for slot, position, sample, result in zip(open_slots, taken, samples, results, strict=True):
+            for position, sample, result in zip(taken, samples, self._capture(samples), strict=True):
                 if isinstance(result, RecordError):
                     self._drop(result)
-                    retry.append(slot)
                     continue
-                positions[slot] = position
-                refs[slot] = self.store.take_over(result, sample, self.target, self.run_id, tasks[slot].task_id)
-            open_slots = retry
-        done = [ref for ref in refs if ref is not None]
-        self._log(done, positions)
-        return done
+                slot = tasks[len(refs)].task_id
+                refs.append(self.store.take_over(result, sample, self.target, self.run_id, slot))
+                positions.append(position)
+        self._log(refs, positions)
+        return refs
 
     def _capture(self, samples: list[Sample]) -> list[Path | RecordError]:
         """Spread ``samples`` over the living servers; a server that fails hands its share to the others."""
@@ -241,9 +238,11 @@ class CaptureSource:
         return results
 
     def _drop(self, error: RecordError) -> None:
+        if str(error) in self.state.dropped:
+            return  # asked for again after a resume, and counted then
         self.state.dropped.append(str(error))
         logger.warning("dropped record %d: %s", len(self.state.dropped), error)
-        self._append([{"dropped": str(error), "next": self.state.next}])
+        self._append([{"dropped": str(error)}])
         if len(self.state.dropped) > self.max_dropped:
             raise RuntimeError(
                 f"{len(self.state.dropped)} bad records, stream.max_dropped={self.max_dropped}; the last: {error}"
