@@ -1,4 +1,4 @@
-"""Runs of the training command in processes of their own, and their comparison bit for bit."""
+"""Runs of the training command: something to train on, processes of their own, and comparison bit for bit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,26 @@ from typing import Any
 
 import psutil
 import torch
+from features import write_features
+from small import poison_samples, save_tokenizer, write_samples
+from targets import build_qwen3
 from torch import Tensor
 
 from specforge_dspine.checkpoints import checkpoint_folders
 
+POISON = 77
 CLOCKS = ("time", "wait_share")  # and what ends or begins as below: of the wall clock, never equal
+
+
+def write_world(root: Path, taps: list[int]) -> Path:
+    """A target, 16 samples of which every fourth makes its states NaN, and features of the 12 others, in ``root``."""
+    save_tokenizer(build_qwen3(root / "target", poisoned_token=POISON))
+    poison_samples(write_samples(root / "all.jsonl", 16), root / "samples.jsonl", POISON)
+    lines = (root / "samples.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    good = [line for line in lines if POISON not in json.loads(line)["input_ids"]]
+    (root / "good.jsonl").write_text("".join(good), encoding="utf-8")
+    write_features(root / "target", root / "good.jsonl", root / "features", taps)
+    return root
 
 
 def command(recipe: Path, *arguments: str, ranks: int = 1) -> list[str]:

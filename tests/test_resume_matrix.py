@@ -15,17 +15,15 @@ from typing import Any
 
 import pytest
 import yaml
-from features import write_features
-from runs import assert_same_run, last_state, metrics, train
-from small import poison_samples, save_tokenizer, tiny_recipe, write_samples
-from targets import build_qwen3
+from runs import assert_same_run, last_state, metrics, train, write_world
+from small import tiny_recipe
 
 from specforge_dspine.stream.server import ManagedServer
 from specforge_dspine.train import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.ranks]
 
-TAPS, POISON, STEPS = [0, 2, 4], 77, 9
+TAPS, STEPS = [0, 2, 4], 9
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class World:
         sections: dict[str, Any] = {"data": {"hidden_states_path": str(self.root / "features")}}
         if feed == "streamed":
             sections = {
-                "data": {"prompts_path": str(self.root / "poisoned.jsonl")},
+                "data": {"prompts_path": str(self.root / "samples.jsonl")},
                 "stream": {"servers": [self.server.url]},
                 "runtime": {"producer_lease": 3, "in_flight_high_watermark": 8, "in_flight_low_watermark": 4},
             }
@@ -54,12 +52,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    root = tmp_path_factory.mktemp("matrix")
-    save_tokenizer(build_qwen3(root / "target", poisoned_token=POISON))
-    poison_samples(write_samples(root / "all.jsonl", 16), root / "poisoned.jsonl", POISON)
-    lines = (root / "poisoned.jsonl").read_text().splitlines(keepends=True)
-    (root / "good.jsonl").write_text("".join(line for line in lines if POISON not in json.loads(line)["input_ids"]))
-    write_features(root / "target", root / "good.jsonl", root / "features", TAPS)
+    root = write_world(tmp_path_factory.mktemp("matrix"), TAPS)
     with ManagedServer(str(root / "target"), root / "server", TAPS, dtype="float32") as server:
         yield World(root, server)
 
