@@ -11,6 +11,7 @@ believed here. A folder is complete if every rank's file is there and every CRC 
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import zipfile
@@ -120,6 +121,22 @@ def newest_complete(run_dir: Path, run_id: str) -> Path | None:
         f"output_dir={str(run_dir)!r} holds no complete checkpoint ({faults}); remove {', '.join(rejected)} to start "
         "again from the first step, or start in another output_dir"
     )
+
+
+def marked_best(run_dir: Path, run_id: str) -> Path | None:
+    """The complete checkpoint that SpecForge marked as the best on held-out samples; None without such a mark.
+
+    Says so if the marked one cannot be used.
+    """
+    try:
+        meta = json.loads((run_dir / f"{run_id}.best_meta.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    folder = Folder(run_id, meta["step"], run_dir.absolute() / f"{run_id}-step{meta['step']}")
+    if problem := fault(folder):
+        print(f"the best checkpoint, {folder.path.name}, cannot be used: {problem}", flush=True)
+        return None
+    return folder.path
 
 
 def sweep(run_dir: Path, run_id: str, step: int) -> None:

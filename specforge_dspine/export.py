@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specforge_dspine.checkpoints import newest_complete, read_state
+from specforge_dspine.checkpoints import marked_best, newest_complete, read_state
 from specforge_dspine.config import ARCHITECTURE, settings_of
 from specforge_dspine.formats import (
     BRIDGE,
@@ -46,8 +46,10 @@ from specforge_dspine.version import VERSION
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def read_run(run: Path) -> tuple[dict[str, Tensor], Qwen3Config, torch.dtype]:
-    """The newest complete checkpoint of a run: its draft tensors, the draft's config and the recipe's dtype.
+def read_run(run: Path, checkpoint: str) -> tuple[dict[str, Tensor], Qwen3Config, torch.dtype]:
+    """A complete checkpoint of a run: its draft tensors, the draft's config and the recipe's dtype.
+
+    ``checkpoint``: "best" on held-out samples (the newest where none is marked), or "newest".
 
     Raises:
         CheckpointError: the folder holds no run, or no complete checkpoint yet.
@@ -55,7 +57,8 @@ def read_run(run: Path) -> tuple[dict[str, Tensor], Qwen3Config, torch.dtype]:
     config = Qwen3Config.from_dict(read_json(run / "draft_config.json"))
     try:
         recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
-        folder = newest_complete(run, recipe["run_id"])
+        folder = marked_best(run, recipe["run_id"]) if checkpoint == "best" else None
+        folder = folder or newest_complete(run, recipe["run_id"])
         if folder is None:
             raise ValueError("none was written yet")
         return read_state(folder)["draft_state_dict"], config, DTYPES[recipe["model"]["torch_dtype"]]
@@ -63,13 +66,16 @@ def read_run(run: Path) -> tuple[dict[str, Tensor], Qwen3Config, torch.dtype]:
         raise CheckpointError(f"{run}: not a run with a complete checkpoint ({error})") from error
 
 
-def export_run(run: Path, flavour: str, out: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the newest checkpoint of ``run`` as ``flavour`` into the folder ``out``, replacing an earlier export.
+def export_run(
+    run: Path, flavour: str, out: Path, dtype: torch.dtype | None = None, *, checkpoint: str = "best"
+) -> None:
+    """Write a checkpoint of ``run`` (``read_run`` says which) as ``flavour`` into the folder ``out``, replacing an
+    earlier export.
 
     Raises:
         CheckpointError: something is missing, not finite or contradictory, by name; nothing is written then.
     """
-    tensors, config, trained = read_run(Path(run))
+    tensors, config, trained = read_run(Path(run), checkpoint)
     write_checkpoint(tensors, config, flavour, out, dtype or trained)
 
 
@@ -217,6 +223,12 @@ def main(argv: list[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="output_dir of a training run")
     source.add_argument("--reference", type=Path, help="checkpoint in the reference layout")
+    parser.add_argument(
+        "--checkpoint",
+        choices=("best", "newest"),
+        default="best",
+        help="of the run: best on held-out samples (default)",
+    )
     parser.add_argument("--to", choices=FLAVOURS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: the source's")
@@ -224,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     dtype = DTYPES[args.dtype] if args.dtype else None
     try:
         if args.run is not None:
-            export_run(args.run, args.to, args.out, dtype)
+            export_run(args.run, args.to, args.out, dtype, checkpoint=args.checkpoint)
         else:
             convert_reference(args.reference, args.to, args.out, dtype)
     except (CheckpointError, OSError) as error:

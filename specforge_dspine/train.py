@@ -207,7 +207,7 @@ def run(recipe: Recipe, *, resume: bool) -> int:
 
 
 def export_all(recipe: Recipe) -> None:
-    """The newest complete checkpoint in every flavour that can serve this variant, below the run's directory.
+    """The best checkpoint, or the newest, in every flavour that can serve this variant, below the run's directory.
 
     Raises:
         CheckpointError: as ``export_run``.

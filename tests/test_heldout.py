@@ -16,6 +16,8 @@ from specforge.runtime.contracts import TrainBatch
 from specforge.training.strategies.base import StepContext
 from targets import build_qwen3
 
+from specforge_dspine.checkpoints import read_state
+from specforge_dspine.export import export_run, load_draft
 from specforge_dspine.heldout import evaluate, loss, shard
 from specforge_dspine.strategy import DSpineTrainStrategy, Schedule
 from specforge_dspine.train import main
@@ -123,6 +125,13 @@ def test_a_run_looks_at_held_out_samples_marks_the_best_and_trains_the_same(worl
     assert best["score"] == top
     assert best["step"] == next(line["step"] for line in heldout if line["eval/refined_tau"] == top)
     assert (run / "tiny-best").resolve().name == f"tiny-step{best['step']}"
+
+    exported = load_draft(run / "export" / "specforge").state_dict()
+    marked, newest = (read_state(run / f"tiny-step{step}")["draft_state_dict"] for step in (best["step"], 6))
+    assert all(torch.equal(exported[name], marked[name]) for name in exported)
+    export_run(run, "specforge", run / "newest", checkpoint="newest")
+    again = load_draft(run / "newest").state_dict()
+    assert all(torch.equal(again[name], newest[name]) for name in again)
 
     assert main(["--recipe", str(write_recipe(world, "plain", world / "heldout")), "heldout=null"]) == 0
     trained, plain = ([line for line in lines(world / name) if "loss" in line] for name in ("run", "plain"))
