@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from features import write_features
 from small import save_tokenizer, tiny_recipe, write_samples
 from targets import build_llama, build_qwen3
 
@@ -91,12 +92,20 @@ def wait_until_gone(run: Path, seconds: float) -> float:
 
 
 def test_streamed_run_over_a_tied_head(world: Path) -> None:
-    """The whole path on a Llama-shaped target: proof, stream, deletion after use, export."""
+    """The whole path on a Llama-shaped target: proof, stream, windows of two micro-batches, a look at held-out
+    samples, deletion after use, export."""
     run = world / "run"
-    done = train(write_recipe(world, "run", "llama"))
+    write_samples(world / "heldout.jsonl", 3, seed=9)
+    heldout = write_features(world / "llama", world / "heldout.jsonl", world / "heldout", [0, 2, 4])
+    sections = {
+        "training": {"batch_size": 1, "accumulation_steps": 2},
+        "heldout": {"hidden_states_path": str(heldout), "interval": 4},
+    }
+    done = train(write_recipe(world, "run", "llama", **sections))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stream proven" in done.stdout
-    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 4]
+    assert metrics(run)[-1]["eval/refined_tau"] >= 1
     delivered = [json.loads(line) for line in (run / "delivered.jsonl").read_text().strip().splitlines()]
     assert [entry["position"] for entry in delivered] == list(range(8))
     assert all(entry["sample"].startswith("e0000-") for entry in delivered)
