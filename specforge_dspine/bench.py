@@ -81,7 +81,7 @@ def table(report: dict[str, Any]) -> str:
     facts, sizes = report["machine"], report["sizes"]
     chip = facts.get("gpu", f"{facts['cpu']}, {facts['threads']} threads")
     lines = [
-        f"DSpine benchmark, {report['size']} sizes on {chip}, torch {facts['torch']}"
+        f"DSpine benchmark, {report['size']} sizes on {chip}, torch {facts['torch']}, load {facts['load_before']:.1f}"
         + (" (dry run: the seconds mean nothing)" if report["size"] == "toy" else ""),
         f"S={sizes['sequence']} N={sizes['anchors']} B={sizes['block']} L={sizes['layers']} T={sizes['taps']} "
         f"H={sizes['hidden']} V={sizes['vocab']} r={sizes['rank']} a={sizes['message']} K={sizes['top_k']}, "
