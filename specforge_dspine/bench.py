@@ -66,7 +66,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def run_section(name: str, plan: Plan) -> tuple[str, Section]:
     """The section's status and what it found."""
-    if time.monotonic() >= plan.deadline:
+    if plan.left() <= 0:
         return "not run: out of time", Section()
     try:
         section = SECTIONS[name](plan)
@@ -81,7 +81,7 @@ def table(report: dict[str, Any]) -> str:
     facts, sizes = report["machine"], report["sizes"]
     chip = facts.get("gpu", f"{facts['cpu']}, {facts['threads']} threads")
     lines = [
-        f"DSpine benchmark, {report['size']} sizes on {chip}, torch {facts['torch']}"
+        f"DSpine benchmark, {report['size']} sizes on {chip}, torch {facts['torch']}, load {facts['load_before']:.1f}"
         + (" (dry run: the seconds mean nothing)" if report["size"] == "toy" else ""),
         f"S={sizes['sequence']} N={sizes['anchors']} B={sizes['block']} L={sizes['layers']} T={sizes['taps']} "
         f"H={sizes['hidden']} V={sizes['vocab']} r={sizes['rank']} a={sizes['message']} K={sizes['top_k']}, "
@@ -111,11 +111,11 @@ def measure(
     size: str, device: torch.device, attention: str, *, dry: bool, budget_s: float, out: Path
 ) -> dict[str, Any]:
     """Run every section within the budget; the report, which ``out`` holds after each section."""
-    deadline = time.monotonic() + budget_s
+    started = time.monotonic()
     sizes: Sizes = SIZES[size]
     bench = Bench(sizes, device, attention)
     warmup, rounds = ROUNDS["dry" if dry else device.type]
-    plan = Plan(bench, warmup, rounds, deadline)
+    plan = Plan(bench, warmup, rounds, started, budget_s)
     report: dict[str, Any] = {
         "size": size,
         "attention": attention,
