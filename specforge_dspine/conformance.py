@@ -156,7 +156,7 @@ def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     p = teacher_distribution(v.head, last.flatten(0, 1), position)
     chosen = v.candidates("rows/candidates")
     for name, implementation in DISTIL.items():
-        d = implementation(hidden, v.head, rows.label, rows.weight, p, settings, chosen)
+        d = implementation(hidden, v.head, rows.label, rows.weight, p.clone(), settings, chosen)
         for field in ("ce", "l1", "correct"):
             yield f"rows/{field}{name}", getattr(d, field), v[f"rows/{field}"]
     assert d.candidates is not None

@@ -95,7 +95,8 @@ def distil(
     settings: DSpineSettings,
     chosen: Tensor | None = None,
 ) -> Distilled:
-    """Loss and gradient of n rows in one pass: at most four tensors [n, V] at a time beside ``p``.
+    """Loss and gradient of n rows in one pass over at most three tensors [n, V], of which ``p`` is one: it is
+    overwritten.
 
     ``hidden`` norm(h_L) [n, H], ``head`` E [V, H] frozen, ``label`` y and ``weight`` w [n], ``p`` [n, V] or None
     (then α must be 1), ``chosen`` [n, K] instead of the top K (conformance).
@@ -103,8 +104,8 @@ def distil(
     alpha, y = settings.ce_weight, label.unsqueeze(-1)
     with torch.no_grad():
         logits = F.linear(hidden, head).to(wide(head.dtype))
-        correct = logits.argmax(dim=-1) == label
         candidates = choose_candidates(logits, p, settings.top_k, chosen) if settings.refinement else None
+        best = logits.argmax(dim=-1) if candidates is None or chosen is not None else candidates.ids[:, 0]
         normaliser = logits.logsumexp(dim=-1, keepdim=True)
         ce = (normaliser - logits.gather(-1, y)).squeeze(-1)
         q = logits.sub_(normaliser).exp_()
@@ -113,15 +114,15 @@ def distil(
             l1 = torch.zeros_like(ce)
             gradient = q.mul_(alpha)
         else:
-            difference = q - p
-            l1 = difference.abs().sum(dim=-1)
+            difference = p.neg_().add_(q)
+            l1 = torch.linalg.vector_norm(difference, ord=1, dim=-1)
             sign = difference.sign_()
             mean = torch.einsum("nv,nv->n", q, sign).unsqueeze(-1)
             gradient = sign.sub_(mean).mul_(1 - alpha).add_(alpha).mul_(q)
         gradient.scatter_add_(-1, y, torch.full_like(y, -alpha, dtype=gradient.dtype)).mul_(w)
         loss = (w.squeeze(-1) * (alpha * ce + (1 - alpha) * l1)).sum()
         by_hidden = gradient.to(head.dtype) @ head if hidden.requires_grad else hidden
-    return Distilled(_LossWithGradient.apply(hidden, loss, by_hidden), ce, l1, correct, candidates)
+    return Distilled(_LossWithGradient.apply(hidden, loss, by_hidden), ce, l1, best == label, candidates)
 
 
 def distil_by_autograd(

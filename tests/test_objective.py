@@ -201,6 +201,6 @@ def test_loss_and_gradient_agree_by_finite_differences() -> None:
     settings = make_model(refinement=False, ce_weight=0.3).draft_model.settings
 
     def loss(states: torch.Tensor) -> torch.Tensor:
-        return distil(states, head, label, weight, p, settings).loss
+        return distil(states, head, label, weight, p.clone(), settings).loss
 
     assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(),), eps=1e-7, atol=1e-6)
