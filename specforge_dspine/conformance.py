@@ -31,7 +31,7 @@ from specforge_dspine.decoding import (
     path_probabilities,
     transition_cache,
 )
-from specforge_dspine.distillation import distil, distil_by_autograd, teacher_distribution
+from specforge_dspine.distillation import Distil, distil, distil_by_autograd, teacher_distribution
 from specforge_dspine.model import DraftOutput
 from specforge_dspine.objective import Rows, alignment_terms, gathered, refinement_terms, supervised_rows
 from specforge_dspine.transfer import build_transfer_space
@@ -46,7 +46,6 @@ FLIPPED = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.35}  # shar
 # the size, infinite for none at all.
 GRADIENT_NORM = 1.0
 PATH_TEMPERATURE = 0.7
-DISTIL = {"": distil, " (by autograd)": distil_by_autograd}  # as training computes it, and its reference
 
 
 class Check(NamedTuple):
@@ -144,6 +143,11 @@ def rows_of(v: Vectors) -> Rows:
     )
 
 
+def distillations() -> dict[str, Distil]:
+    """As training computes it, and its reference, by the suffix of their quantities."""
+    return {"": distil, " (by autograd)": distil_by_autograd}
+
+
 def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Row terms with the file's candidates, and our own candidates by logit margin."""
     rows = rows_of(v)
@@ -155,7 +159,7 @@ def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     hidden, pre_injection, features, position = gathered(forward(v, replace=True), rows, last.shape[1])
     p = teacher_distribution(v.head, last.flatten(0, 1), position)
     chosen = v.candidates("rows/candidates")
-    for name, implementation in DISTIL.items():
+    for name, implementation in distillations().items():
         d = implementation(hidden, v.head, rows.label, rows.weight, p.clone(), settings, chosen)
         for field in ("ce", "l1", "correct"):
             yield f"rows/{field}{name}", getattr(d, field), v[f"rows/{field}"]
@@ -199,7 +203,7 @@ def loss_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     In bfloat16 near ties change the top K, and with it the loss by a jump: there the file's candidates are used.
     """
     chosen = v.candidates("rows/candidates") if v.dtype is torch.bfloat16 else None
-    for normalization, (suffix, implementation) in product(("separate", "shared"), DISTIL.items()):
+    for normalization, (suffix, implementation) in product(("separate", "shared"), distillations().items()):
         v.model.normalization, v.model.distil = normalization, implementation
         v.draft.zero_grad()
         loss = v.model(

@@ -42,10 +42,11 @@ class LayerReadouts(nn.Module):
         self.readouts = nn.ModuleList(nn.Linear(hidden, rank, bias=False) for _ in range(layers))  # R_ℓ
 
     @torch.no_grad()
-    def start_from(self, directions: Tensor) -> None:
-        """R_ℓ = Pᵀ from ``directions`` P [H, r]."""
-        for readout in self.readouts:
-            readout.get_parameter("weight").copy_(directions.T)
+    def reset_parameters(self, directions: Tensor | None = None) -> None:
+        """R_ℓ = Pᵀ from ``directions`` P [H, r]; None: as they are."""
+        if directions is not None:
+            for readout in self.readouts:
+                readout.get_parameter("weight").copy_(directions.T)
 
     def feature(self, layer: int, state: Tensor) -> Tensor:
         """f_ℓ: state [.., H] → z [.., r], z = √r · normalize(R_ℓ state); the norm is taken in ≥ float32."""
@@ -70,11 +71,12 @@ class AdjacentCausalInjection(LayerReadouts):
         self.bias = nn.Parameter(torch.empty(message))  # b
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """W, G_p, b = 0 (identity at the start); A, G_q uniform in ±1/√r.
+    def reset_parameters(self, directions: Tensor | None = None) -> None:
+        """W, G_p, b = 0 (identity at the start); A, G_q uniform in ±1/√r; R_ℓ = Pᵀ from ``directions`` P [H, r].
 
         To be called after the base model's ``post_init``, which redraws every linear layer.
         """
+        super().reset_parameters(directions)
         for write in self.writes:
             nn.init.zeros_(write.get_parameter("weight"))
         nn.init.zeros_(self.predecessor_gate.weight)

@@ -115,7 +115,7 @@ class DSpineDraftModel(DFlashDraftModel):
             )
         self.transfer_codes.copy_(space.codes)
         self.transfer_ready.fill_(True)
-        self.injection.start_from(space.directions)
+        self.injection.reset_parameters(space.directions)
 
     def codes(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """How known tokens enter the space: ids [..] → √r · C_ids [.., r], cast once, here."""

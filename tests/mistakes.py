@@ -25,13 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specforge_dspine import config as configuration
-from specforge_dspine import curriculum, curve_world, masks, objective, transfer
+from specforge_dspine import curriculum, curve_world, distillation, masks, objective, transfer
 from specforge_dspine.conformance import conformance
 from specforge_dspine.curve_compare import Deviation, compare
 from specforge_dspine.curves import CURVES, load_reference, run_curve, world_in
+from specforge_dspine.distillation import Candidates, Distil, Distilled
 from specforge_dspine.injection import AdjacentCausalInjection
 from specforge_dspine.model import DSpineDraftModel
-from specforge_dspine.objective import Rows
+from specforge_dspine.objective import Refined, Rows
 from specforge_dspine.transfer import FLOOR, TransferSpace
 
 HERE = Path(__file__).parent
@@ -303,6 +304,112 @@ def refinement_detached() -> AbstractContextManager[None]:
     return attribute(DSpineDraftModel, "refine", lambda self, state, ids: original(self, state.detach(), ids))
 
 
+# Objective
+
+
+def refinement_changed(change: Callable[..., Refined]) -> AbstractContextManager[None]:
+    """``change(refined, log_q, is_label)`` after ``refinement_terms``; log q̃ and is_label are [n, K]."""
+
+    def make(original: Callable[..., Refined]) -> Callable[..., Refined]:
+        def changed(
+            draft: Any, head: Tensor, pre: Tensor, label: Tensor, predecessor: Tensor, c: Candidates
+        ) -> Refined:
+            scores = torch.einsum("nh,nkh->nk", draft.refine(pre, predecessor), head[c.ids])
+            given = original(draft, head, pre, label, predecessor, c)
+            return change(given, scores.log_softmax(dim=-1), c.ids == label.unsqueeze(-1))
+
+        return changed
+
+    return everywhere(objective.refinement_terms, make)
+
+
+def refined_ce_over_uncovered_rows() -> AbstractContextManager[None]:
+    """The argmax of a row without its label is 0: the best candidate passes for the label."""
+
+    def change(refined: Refined, log_q: Tensor, is_label: Tensor) -> Refined:
+        index = is_label.int().argmax(dim=-1, keepdim=True)
+        ce = -log_q.gather(-1, index).squeeze(-1)
+        return refined._replace(ce=ce, covered=torch.ones_like(refined.covered))
+
+    return refinement_changed(change)
+
+
+def l1_without_the_mass_threshold() -> AbstractContextManager[None]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda config: original(config).model_copy(update={"candidate_mass_threshold": -1.0})
+
+    return everywhere(configuration.settings_of, make)
+
+
+def label_among_the_candidates() -> AbstractContextManager[None]:
+    """Where the top K miss the label, it takes the last place."""
+
+    def make(original: Distil) -> Distil:
+        def changed(
+            hidden: Tensor, head: Tensor, label: Tensor, weight: Tensor, p: Any, settings: Any, chosen: Any = None
+        ) -> Distilled:
+            ids = chosen
+            if ids is None:
+                ids = F.linear(hidden.detach(), head).topk(settings.top_k, dim=-1).indices
+            missing = ~(ids == label.unsqueeze(-1)).any(dim=-1)
+            ids = torch.cat([ids[:, :-1], torch.where(missing, label, ids[:, -1]).unsqueeze(-1)], dim=-1)
+            return original(hidden, head, label, weight, p, settings, ids)
+
+        return changed
+
+    return everywhere(distillation.distil, make)
+
+
+def combined_with(**changes: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """``combine`` with some of its arguments replaced."""
+    original = objective.combine
+
+    def combine(
+        sums: dict[str, Tensor], settings: Any, normalization: str, scope: str, beta: float, share: Any
+    ) -> Any:
+        given = {"normalization": normalization, "scope": scope, "beta": beta, "share": share}
+        return original(sums, settings, **{k: changes[k](v) if k in changes else v for k, v in given.items()})
+
+    return attribute(objective, "combine", combine)
+
+
+def refined_denominators_shared() -> AbstractContextManager[None]:
+    return combined_with(normalization=lambda _given: "shared")
+
+
+def gate_not_multiplied_by_ce() -> AbstractContextManager[None]:
+    """λ = β."""
+    return combined_with(share=lambda _given: lambda own: torch.cat([own[1:2], own[1:]]))
+
+
+@contextlib.contextmanager
+def gate_without_stop_gradient() -> Iterator[None]:
+    """The CE in λ is trained through."""
+    sums_of = objective.backbone_sums
+
+    def backbone_sums(head: Tensor, teacher: Tensor, hidden: Tensor, rows: Rows, *rest: Any, **named: Any) -> Any:
+        sums, correct, candidates = sums_of(head, teacher, hidden, rows, *rest, **named)
+        ce = F.cross_entropy(F.linear(hidden, head), rows.label, reduction="none")
+        return sums | {"ce": (rows.weight.to(ce.dtype) * ce).sum()}, correct, candidates
+
+    def own_share(sums: dict[str, Tensor]) -> Tensor:
+        return torch.stack([sums[name] for name in ("ce", "weight", "covered", "heavy")])
+
+    with attribute(objective, "backbone_sums", backbone_sums), attribute(objective, "own_share", own_share):
+        yield
+
+
+def alignment_averaged_over_layers() -> AbstractContextManager[None]:
+    def make(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def mean(*arguments: Any) -> Tensor:
+            layers = original(*arguments)
+            return layers / layers.shape[-1]
+
+        return mean
+
+    return everywhere(objective.alignment_terms, make)
+
+
 # Transfer space
 
 
@@ -381,6 +488,13 @@ MISTAKES = {
         Mistake("position decay ignored", position_decay_ignored),
         Mistake("slots 1 and 2 both of weight 1", slots_1_and_2_of_weight_1),
         Mistake("α swapped", alpha_swapped),
+        Mistake("ℓ1 without the mass threshold", l1_without_the_mass_threshold),
+        Mistake("refined CE over uncovered rows", refined_ce_over_uncovered_rows),
+        Mistake("refined denominators shared", refined_denominators_shared),
+        Mistake("label inserted into the candidates", label_among_the_candidates),
+        Mistake("alignment averaged over layers", alignment_averaged_over_layers),
+        Mistake("gate without stop-gradient", gate_without_stop_gradient),
+        Mistake("gate not multiplied by CE", gate_not_multiplied_by_ce),
         Mistake("pre-injection features in the alignment", alignment_of_pre_injection_features),
         Mistake("warm-up fixed", warmup_fixed),
         Mistake("replacement drawn per layer", replacement_per_layer),
