@@ -59,8 +59,8 @@ class Tolerance(NamedTuple):
     drift: float
 
 
-# By part, the first pattern that matches. A candidate that rounding swaps at the K-th place moves the refined parts
-# and the candidates' mass by a jump, and the rest through one gradient; shares of rows move by whole rows.
+# By part, the first pattern that matches. Where rounding decides the sign of q − p, which is ℓ1's gradient, or the
+# K-th candidate, all parts jump a little; refined ones and the candidates' mass most, shares of rows by whole rows.
 TOLERANCES = (
     (re.compile(r"rows|replaced_share|beta"), Tolerance(1e-6, 1e-6, 1e-6)),  # no float that training touches
     (re.compile(r"(refined_)?(accuracy|tau)|coverage"), Tolerance(1e-1, 5e-1, 2e-2)),
@@ -167,7 +167,7 @@ def draw(path: Path, reference: Curve, curve: Curve | None = None, deviations: S
             for limit, style in ((tolerance_of(part).absolute, "--"), (tolerance_of(part).drift, ":")):
                 for sign in (-1, 1):
                     below.axhline(sign * limit, color="grey", linestyle=style, linewidth=0.8)
-            below.set(ylabel="residual / typical size", yscale="symlog")
+            below.set(ylabel="residual / typical size")
             below.set_yscale("symlog", linthresh=tolerance_of(part).drift)
         if part in starts:
             above.axvline(starts[part], color="tab:red", linewidth=0.8)

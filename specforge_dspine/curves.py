@@ -55,7 +55,7 @@ class Spec:
 
 NO_ALIGNMENT = "dspine.alignment='off'"  # in quotes: YAML reads off as false
 PLAIN = ("dspine.injection=off", "dspine.refinement=off", NO_ALIGNMENT)
-# A seed is one whose K-th candidates are far from a tie at every row of the run: see tests/curve_noise.py.
+# Seeds: ones at which rounding decides nothing that jumps (tests/curve_noise.py).
 CURVES = {
     spec.name: spec
     for spec in (
