@@ -53,7 +53,7 @@ class Spec:
     ranks: int = 1
 
 
-NO_ALIGNMENT = "dspine.alignment='off'"  # in quotes: YAML reads off as false
+NO_ALIGNMENT = "dspine.alignment=off"
 PLAIN = ("dspine.injection=off", "dspine.refinement=off", NO_ALIGNMENT)
 # Seeds: ones at which rounding decides nothing that jumps (tests/curve_noise.py).
 CURVES = {
