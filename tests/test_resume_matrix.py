@@ -8,6 +8,7 @@ dropped on the way, which must not shift anything either.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,22 @@ def test_a_stopped_run_continues_bit_for_bit(world: World, whole: tuple[str, int
     if feed == "streamed":
         assert delivered(run) == delivered(reference)
         assert not list(run.rglob("*.ckpt"))
+
+
+def test_other_prompts_are_refused_before_a_server_is_asked(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    run = world.root / "prompts"
+    recipe = world.recipe("streamed", run)
+    launch(recipe, 1, "training.max_steps=2")
+    other = world.root / "other.jsonl"
+    text = (world.root / "samples.jsonl").read_text()
+    other.write_text(text.replace(" 5,", " 6,", 1))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    arguments = ["--recipe", str(recipe), "--resume", f"data.prompts_path={other}"]
+    assert main([*arguments, "stream.servers=['http://127.0.0.1:9']"]) == 2
+    size = f"{len(text):,}"
+    refusal = rf"another run: data was prompts of {size} bytes, sha256 \w+ and is prompts of {size} bytes, "
+    assert re.search(refusal, capsys.readouterr().err)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def delivered(run: Path) -> dict[int, str]:
