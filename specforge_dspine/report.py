@@ -196,7 +196,7 @@ def make_report(
     metrics: list[dict[str, float]] = []
     if run is not None:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        metrics = [json.loads(line) for line in lines]
+        metrics = [values for values in map(json.loads, lines) if "loss" in values]  # others: held-out samples
     out.mkdir(parents=True, exist_ok=True)
     document = report | {"traces": {name: [t.to_json() for t in each] for name, each in traces.items()}}
     partial = out / f".report.{os.getpid()}"

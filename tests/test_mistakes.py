@@ -17,7 +17,9 @@ def caught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Caugh
     """Both nets under each mistake, in one process: patches must not outlive their mistake."""
     folder = tmp_path_factory.mktemp("mistakes")
     world_in(folder)
-    yield {mistake.name: caught_by(mistake, folder) for mistake in (CONTROL, *MISTAKES.values(), CONTROL)}
+    results = {"before all": caught_by(CONTROL, folder)}
+    results |= {mistake.name: caught_by(mistake, folder) for mistake in MISTAKES.values()}
+    yield results | {CONTROL.name: caught_by(CONTROL, folder)}
 
 
 def test_there_are_twenty_mistakes_and_more() -> None:
@@ -25,8 +27,8 @@ def test_there_are_twenty_mistakes_and_more() -> None:
 
 
 def test_without_a_mistake_both_nets_are_green(caught: dict[str, Caught]) -> None:
-    """Run last, after every mistake was taken back."""
-    assert caught[CONTROL.name] == Caught([], [])
+    """Before the first, and after every mistake was taken back."""
+    assert caught["before all"] == caught[CONTROL.name] == Caught([], [])
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -2,7 +2,8 @@
 
 12 usable samples and windows of 2 micro-batches of 1: an epoch is 6 steps on one rank and 3 on two, so that step 4 is
 inside an epoch and step 6 at the end of one, on both. A quarter of the streamed samples yields NaN states and is
-dropped on the way, which must not shift anything either.
+dropped on the way, which must not shift anything either. Every second step looks at three held-out samples, which two
+ranks share unevenly.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import assert_same_run, last_state, metrics, train, write_world
+from runs import assert_same_run, last_state, marked, metrics, train, write_world
 from small import tiny_recipe
 
 from specforge_dspine.stream.server import ManagedServer
@@ -45,7 +46,8 @@ class World:
             }
         schedule = {"max_steps": STEPS, "total_steps": STEPS, "num_epochs": 3}
         training = schedule | {"batch_size": 1, "accumulation_steps": 2}
-        document = tiny_recipe(self.root / "target", run, training=training, **sections)
+        heldout = {"hidden_states_path": str(self.root / "heldout"), "interval": 2}
+        document = tiny_recipe(self.root / "target", run, training=training, heldout=heldout, **sections)
         path = run.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(document), encoding="utf-8")
         return path
@@ -73,7 +75,9 @@ def whole(world: World, request: pytest.FixtureRequest) -> tuple[str, int, Path]
     feed, ranks = request.param.split("-")
     run = world.root / request.param
     launch(world.recipe(feed, run), int(ranks))
-    assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in metrics(run) if "eval/loss" in line] == list(range(2, STEPS + 1, 2))
+    assert marked(run) is not None
     return feed, int(ranks), run
 
 

@@ -73,7 +73,7 @@ def test_streamed_run_over_a_tied_head(world: Path) -> None:
     assert [entry["position"] for entry in delivered] == list(range(8))
     assert all(entry["sample"].startswith("e0000-") for entry in delivered)
     report = json.loads((run / "stream.json").read_text())
-    assert report["dropped"] == [] and report["delivered"] == 8 and report["unused_samples"] == 16
+    assert report["dropped"] == [] and report["delivered"] == 8 and report["beyond_max_steps"] == 16
     assert not list(run.rglob("*.ckpt")), "records are deleted after use"
     assert not processes_of(run)
     assert load_draft(run / "export" / "sglang").transfer_codes.shape == (256, 16)
