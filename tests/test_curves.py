@@ -42,7 +42,8 @@ def test_a_reference_says_what_made_it_and_passes_warmup_and_curriculum(name: st
     assert int(content["recipe"]["training"]["warmup_ratio"] * content["steps"]) >= 4
     assert content["recipe"]["dspine"]["replacement_end_ratio"] * content["steps"] < content["steps"] / 2
     loss = content["parts"]["ce"]
-    assert sum(loss[-12:]) < 0.8 * sum(loss[:12]), "nothing is learnt: the curve would show nothing"
+    fall = 0.8 if content["recipe"]["dspine"]["injection"] else 0.85  # the text is told by the predecessor
+    assert sum(loss[-12:]) < fall * sum(loss[:12]), "nothing is learnt: the curve would show nothing"
     text = (REFERENCES / f"{name}.json").read_text(encoding="utf-8")
     assert '"/' not in text, "a path of a machine"
 
