@@ -172,7 +172,7 @@ def other_sums(
 
     def terms(
         pre: Tensor, states: Tensor, weight: Tensor, label: Tensor, predecessor: Tensor, number: Tensor, *c: Any
-    ):
+    ) -> tuple[Tensor, ...]:
         w = weight.to(wide(head.dtype))
         zero = w.new_zeros(())
         refined: tuple[Tensor, ...] = (zero, zero, zero, zero)
