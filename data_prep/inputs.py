@@ -21,6 +21,9 @@ SAVED_MARKS = ("dataset_dict.json", "state.json")
 
 TABLE_ROWS = 1024
 
+SIDE_SUFFIXES = (".summary.json", ".dropped.jsonl")
+"""What our own commands write beside their outputs: no data."""
+
 
 @dataclass(frozen=True)
 class Input:
@@ -114,8 +117,8 @@ def _add_folder(folder: Path, result: Inputs) -> None:
     for parent, folders, names in os.walk(folder, onerror=closed.append):
         folders.sort()
         files += [Path(parent, name) for name in names if not name.startswith(".")]
-    data = sorted(path for path in files if is_data(path))
-    result.ignored.extend(sorted(str(path) for path in files if not is_data(path)))
+    data = sorted(path for path in files if is_data(path) and not path.name.endswith(SIDE_SUFFIXES))
+    result.ignored.extend(sorted(str(path) for path in set(files) - set(data)))
     bar = tqdm(data, desc=f"looking at {folder}", unit=" files", leave=False, disable=None)
     result.found.extend(_file(path) for path in bar)
     for error in closed:

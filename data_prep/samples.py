@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_prep.boundaries import render_answer
 from data_prep.chat import Message
@@ -20,6 +20,9 @@ from data_prep.files import to_line
 from data_prep.identity import end_ids
 from data_prep.screening import Bad, row_id
 from data_prep.seen import key_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MIN_SUPERVISED = 2
 """An anchor and the token behind it."""
@@ -54,7 +57,9 @@ class Made:
 
 def prepare(options: Options) -> Callable[[Chunk], tuple[str, list[Made | Bad]]]:
     """The function for workers: a chunk's source, and what became of each of its answers."""
-    maker = SampleMaker(options)
+    from transformers import AutoTokenizer
+
+    maker = SampleMaker(options, AutoTokenizer.from_pretrained(options.target))
 
     def make(chunk: Chunk) -> tuple[str, list[Made | Bad]]:
         results: list[Made | Bad] = []
@@ -76,12 +81,10 @@ def prepare(options: Options) -> Callable[[Chunk], tuple[str, list[Made | Bad]]]
 class SampleMaker:
     """Makes samples for one target."""
 
-    def __init__(self, options: Options) -> None:
-        from transformers import AutoTokenizer
-
+    def __init__(self, options: Options, tokenizer: PreTrainedTokenizerBase) -> None:
         self._options = options
-        self.tokenizer = AutoTokenizer.from_pretrained(options.target)
-        self.end_ids = end_ids(options.target, self.tokenizer)
+        self.tokenizer = tokenizer
+        self.end_ids = end_ids(options.target, tokenizer)
         self._ends = [str(self.tokenizer.convert_ids_to_tokens(token)) for token in sorted(self.end_ids)]
 
     def samples(self, source: str, entry: Any) -> Iterator[dict[str, Any] | OddEntry]:

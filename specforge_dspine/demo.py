@@ -102,6 +102,7 @@ def demo(
         "data_prep.prompts",
         *("--input", *SOURCES, "--in-turn", "--max-turns", 1, "--output", prompt_files["train"], "--limit", prompts),
         *("--heldout", prompt_files["heldout"], "--heldout-share", HELDOUT_SHARE, "--heldout-limit", heldout),
+        "--overwrite",  # made anew they are the same, and then the answers are kept
     )
     with answering_servers(stages, recipe, out) as urls:
 
@@ -118,6 +119,7 @@ def demo(
                 "data_prep.tokenize",
                 *("--input", answers[split], "--output", samples[split], "--target", target),
                 *("--max-length", recipe.host.data.max_length, *(() if mask is None else ("--mask-token-id", mask))),
+                "--overwrite",
                 name=f"tokenize {split}",
             )
 

@@ -161,9 +161,11 @@ def test_folders_are_read_in_order_and_what_is_ignored_is_named(tmp_path: Path) 
     (tmp_path / "deep").mkdir()
     (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
     (tmp_path / "deep" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
-    (tmp_path / "README.md").write_text("read me")
+    others = ["README.md", "b.jsonl.dropped.jsonl", "b.jsonl.summary.json"]
+    for name in others:
+        (tmp_path / name).write_text("{}")
     inputs = open_inputs([str(tmp_path)])
-    assert inputs.ignored == [str(tmp_path / "README.md")]
+    assert inputs.ignored == [str(tmp_path / name) for name in others]
     assert [entry["prompt"] for _, _, entry in rows_of(inputs)] == ["b", "a"]
 
 

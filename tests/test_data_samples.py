@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_targets import SMOLLM2, build_chat_target, smollm2_tokenizer
 from qwen3_tokenizer import qwen3_chat_tokenizer
 from small import save_tokenizer
 from targets import build_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config
 
 from data_prep import tokenize
 from data_prep.boundaries import render_answer
@@ -23,14 +24,6 @@ from data_prep.identity import SHORT
 from data_prep.samples import Options, SampleMaker
 from specforge_dspine.fingerprint import model_fingerprint
 
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>'"
-    " + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""The template of SmolLM2-Instruct (Apache-2.0)."""
-
 EMPTY_REASONING = "<think>\n\n</think>\n\n"
 MASK = 151669
 CHAT = [
@@ -39,21 +32,6 @@ CHAT = [
     {"role": "user", "content": "And 3 + 3?"},
     {"role": "assistant", "content": "think"},
 ]
-
-
-def smollm2_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and ChatML markers, with SmolLM2's template; its pad token is its end token, as there."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unused>"]
-    backend = Tokenizer(models.BPE({token: k for k, token in enumerate([*special, *alphabet])}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>", bos_token="<|im_start|>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.chat_template = SMOLLM2
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +45,17 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("targets") / "smollm2"
-    smollm2_tokenizer().save_pretrained(build_llama(path))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    return path
+    return build_chat_target("smollm2", tmp_path_factory.mktemp("targets") / "smollm2")
+
+
+@cache
+def loaded(target: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(target)
 
 
 def maker(target: Path, mask: int = MASK, **changed: Any) -> SampleMaker:
     settings = {"max_length": 512, "foreign": True, "mask_token_id": mask} | changed
-    return SampleMaker(Options(target, model_fingerprint(target)[:SHORT], **settings))
+    return SampleMaker(Options(target, model_fingerprint(target)[:SHORT], **settings), loaded(target))
 
 
 def made(target: Path, messages: list[dict[str, Any]], **changed: Any) -> list[Any]:
@@ -94,7 +73,7 @@ def prompt(sample: dict[str, Any]) -> list[int]:
 
 def test_thinking_off_teaches_the_answer_and_its_end_alone(qwen: Path) -> None:
     # SpecForge#296, NeMo#3738: the template's own <think></think> was trained on.
-    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    tokenizer = loaded(qwen)
     plain = [{key: value for key, value in part.items() if key != "reasoning_content"} for part in CHAT]
     first, second = made(qwen, plain, thinking=False)
     assert taught(first, tokenizer) == "It is 4.<|im_end|>" and taught(second, tokenizer) == "think<|im_end|>"
@@ -105,7 +84,7 @@ def test_thinking_off_teaches_the_answer_and_its_end_alone(qwen: Path) -> None:
 
 
 def test_thinking_on_teaches_the_reasoning_with_its_markers(qwen: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    tokenizer = loaded(qwen)
     first, second = made(qwen, CHAT, thinking=True)
     assert taught(first, tokenizer) == "<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>"
     assert prompt(first) == prompt_ids(tokenizer, CHAT[:1], enable_thinking=True)
@@ -118,7 +97,7 @@ def test_thinking_on_teaches_the_reasoning_with_its_markers(qwen: Path) -> None:
 
 
 def test_smollm2_is_taught_up_to_the_end_token(smollm2: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer = loaded(smollm2)
     first, second = made(smollm2, [*CHAT[:1], {"role": "assistant", "content": "im_end 4"}, *CHAT[2:]], mask=3)
     assert taught(first, tokenizer) == "im_end 4<|im_end|>", "the line break behind it is the template's"
     assert taught(second, tokenizer) == "think<|im_end|>"
@@ -129,7 +108,7 @@ def test_smollm2_is_taught_up_to_the_end_token(smollm2: Path) -> None:
 
 
 def test_a_cut_answer_is_not_taught_to_end(qwen: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    tokenizer = loaded(qwen)
     entry = {"messages": [*CHAT[:1], {"role": "assistant", "content": "It is"}], "finish_reason": "length"}
     (sample,) = maker(qwen, thinking=False).samples("test", entry)
     assert taught(sample, tokenizer) == "It is" and sample["finish"] == "length"
