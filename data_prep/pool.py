@@ -9,6 +9,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from types import TracebackType
 from typing import Any
@@ -53,7 +54,11 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, chunks: Iterable[Any]) -> Iterator[Any]:
-        """``function`` of every chunk, in order, a few chunks ahead of what is asked for."""
+        """``function`` of every chunk, in order, a few chunks ahead of what is asked for.
+
+        Raises:
+            ChildProcessError: a worker was killed.
+        """
         chunks = iter(chunks)
         first = list(islice(chunks, INLINE)) if self._pool is None and self._count > 1 else []
         if self._count == 1 or (self._pool is None and len(first) < INLINE):
@@ -68,12 +73,18 @@ class Workers:
                 initargs=(os.getpid(), self._prepare, self._arguments),
             )
         waiting: deque[Future[Any]] = deque()
-        for chunk in chain(first, chunks):
-            waiting.append(self._pool.submit(_run, chunk))
-            if len(waiting) > WAITING * self._count:
+        try:
+            for chunk in chain(first, chunks):
+                waiting.append(self._pool.submit(_run, chunk))
+                if len(waiting) > WAITING * self._count:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                "a worker process was ended from outside, perhaps for want of memory; give fewer --workers, and the "
+                "same command continues"
+            ) from error
 
 
 _function: Work

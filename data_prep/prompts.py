@@ -60,8 +60,9 @@ class Choice:
 
     @property
     def is_full(self) -> bool:
-        """Whether every output has as many rows as it takes."""
-        return all(limit is not None and n >= limit for n, limit in zip(self._taken, self._limits, strict=True))
+        """Whether there are as many training prompts as wanted, and held-out ones if their number was given."""
+        pairs = zip(self._taken, self._limits, strict=True)
+        return self._limits[TRAIN] is not None and all(limit is None or taken >= limit for taken, limit in pairs)
 
     def take(self, source: str, results: Sequence[Good | Bad]) -> int:
         """Keeps or drops rows until the outputs are full; returns how many were left untouched."""

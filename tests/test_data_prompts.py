@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from broken_file import ODD, SHAPES, bot, broken_file, user
 from conftest import wait_for
@@ -276,6 +277,8 @@ def test_limits_end_the_reading_and_inputs_can_take_turns(tmp_path: Path) -> Non
     choose(out, "reasoning-gym", limit=40, heldout=heldout, heldout_share=0.5, heldout_limit=10)
     assert (len(rows(out)), len(rows(heldout))) == (40, 10)
     assert summary(out)["rows_dropped"]["beyond the limit"] > 5
+    choose(tmp_path / "i.jsonl", "reasoning-gym", limit=20, heldout=tmp_path / "i2.jsonl", heldout_share=0.5)
+    assert len(rows(tmp_path / "i.jsonl")) == 20, "the held-out rows without a limit do not go on for ever"
 
 
 def test_running_twice_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,8 +335,6 @@ def test_two_gigabytes_stream_through_less_than_one(tmp_path: Path) -> None:
 
 def _memory(folder: Path, megabytes: int, most: int) -> None:
     """The command and its workers together stay below ``most`` MB, whatever the file's size."""
-    import psutil
-
     chats = folder / "sharegpt.json"
     count = write_chats(chats, megabytes)
     command = [
@@ -367,25 +368,21 @@ def _memory(folder: Path, megabytes: int, most: int) -> None:
     shutil.rmtree(folder)
 
 
-def _children(process: Any) -> list[Any]:
-    import psutil
-
+def _children(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
     except psutil.Error:
         return []
 
 
-def test_workers_end_with_a_killed_command(tmp_path: Path) -> None:
-    import psutil
-
+@pytest.mark.parametrize("victim", ["command", "worker"])
+def test_workers_end_with_a_killed_command_and_a_killed_worker_is_told(tmp_path: Path, victim: str) -> None:
     chats = tmp_path / "chats.jsonl"
     write_chats(chats, 30)
     command = [sys.executable, "-m", "data_prep.prompts", "--input", str(chats), "--workers", "2", "--near", "0.8"]
-    process = subprocess.Popen(
-        [*command, "--output", str(tmp_path / "out.jsonl")], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-    children: list[Any] = []
+    command += ["--output", str(tmp_path / "out.jsonl")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    children: list[psutil.Process] = []
     try:
         watched = psutil.Process(process.pid)
 
@@ -395,9 +392,14 @@ def test_workers_end_with_a_killed_command(tmp_path: Path) -> None:
 
         wait_for(started, 60)
         time.sleep(1)  # past the start of the workers
+        if victim == "worker":
+            children[0].kill()
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 1 and "fewer --workers, and the same command continues" in errors
+            assert "Traceback" not in errors
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     wait_for(lambda: not any(each.is_running() and each.status() != "zombie" for each in children), 30)
 
 
