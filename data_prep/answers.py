@@ -116,19 +116,26 @@ class Turns:
         self._servers = servers
         self._encoding = threading.Lock()  # a tokenizer is not made for several threads
 
-    def answer(self, asked: Asked) -> Iterator[Answered]:
-        """The turns that have no answer yet, in order. What cannot be answered ends the conversation."""
+    def answer(self, asked: Asked) -> Iterator[list[Answered]]:
+        """The turns that have no answer yet, in order. What cannot be answered ends the conversation.
+
+        What comes together is to be kept together: a turn without an answer, and those behind it.
+        """
         users = asked.user_places
         history = list(asked.messages)
         for turn, known in enumerate(asked.answered):
             self._remember(history, users[turn], known)
         for turn in range(len(asked.answered), len(users)):
             record, reason, detail = self._answer(asked, turn, history[: users[turn] + 1])
-            yield Answered(asked, turn, record, reason, detail)
             if record is None:
+                lost = [Answered(asked, turn, None, reason, detail)]
                 for later in range(turn + 1, len(users)):
-                    yield Answered(asked, later, None, "an earlier turn has no answer", f"turn {turn}: {reason}")
+                    lost.append(
+                        Answered(asked, later, None, "an earlier turn has no answer", f"turn {turn}: {reason}")
+                    )
+                yield lost
                 return
+            yield [Answered(asked, turn, record)]
             self._remember(history, users[turn], record)
 
     def _answer(self, asked: Asked, turn: int, history: list[Message]) -> tuple[dict[str, Any] | None, str, str]:
@@ -190,7 +197,7 @@ def answer_all(rows: Iterator[Asked], turns: Turns, ledger: Ledger, in_flight: i
         WrongServer: another target answers.
     """
     tasks: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-    results: queue.SimpleQueue[Answered | BaseException | None] = queue.SimpleQueue()
+    results: queue.SimpleQueue[list[Answered] | BaseException | None] = queue.SimpleQueue()
 
     def work() -> None:
         while (asked := tasks.get()) is not None:
@@ -224,10 +231,11 @@ def answer_all(rows: Iterator[Asked], turns: Turns, ledger: Ledger, in_flight: i
 
 
 def _collect(
-    results: queue.SimpleQueue[Answered | BaseException | None], ledger: Ledger
+    results: queue.SimpleQueue[list[Answered] | BaseException | None], ledger: Ledger
 ) -> tuple[int, list[Answered]]:
     """Waits for a result, takes all there are, and commits them; how many conversations ended, and the answers."""
-    finished, answers = 0, []
+    finished = 0
+    answers: list[Answered] = []
     found = results.get()
     failure: BaseException | None = None
     while True:
@@ -236,8 +244,9 @@ def _collect(
         elif isinstance(found, BaseException):
             failure = failure or found
         else:
-            _write(found, ledger)
-            answers.append(found)
+            for answered in found:
+                _write(answered, ledger)
+            answers += found
         if results.empty():
             break
         found = results.get()
