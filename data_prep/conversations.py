@@ -8,6 +8,7 @@ str}``. A conversation is an optional system message, then user and assistant in
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,23 +103,25 @@ def _cut(messages: list[Message], max_turns: int) -> list[Message]:
 
 
 def file_entries(path: Path) -> Iterator[tuple[int, Any]]:
-    """Entries of a ``.jsonl`` file or of the array in a ``.json`` file, with the lines they start on.
+    """Entries of a ``.jsonl`` or ``.jsonl.gz`` file or of the array in a ``.json`` file, with their first lines.
 
     A line of a ``.jsonl`` file that is not JSON comes as an :class:`OddConversation` in place of the entry.
 
     Raises:
         ValueError: another kind of file, or an array that is broken (nothing after the break can be read).
     """
-    if path.suffix == ".jsonl":
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
         yield from _lines(path)
     elif path.suffix == ".json":
         yield from _array(path)
     else:
-        raise ValueError(f"{path}: use a .jsonl file (an entry per line) or a .json file (an array of entries)")
+        raise ValueError(
+            f"{path}: use a .jsonl or .jsonl.gz file (an entry per line) or a .json file (an array of entries)"
+        )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as file:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
