@@ -27,7 +27,7 @@ from data_prep.sources import HELDOUT_SEED_OFFSET
 ARITHMETIC = "gsm_symbolic"
 ARITHMETIC_SEED = 2 * HELDOUT_SEED_OFFSET
 ARITHMETIC_PROMPTS = 128
-REASON = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+REASON = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 PYTHON = "Write a Python solution to the following problem.\n\n{question}"
 
 

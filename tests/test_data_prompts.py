@@ -102,7 +102,7 @@ def test_arrays_know_their_lines(tmp_path: Path) -> None:
         ("a.json", '[{"prompt": "a"},\n {"pro', "line 2: the array is broken"),
         ("a.json", '[{"prompt": "a"}\n {"prompt": "b"}]', "expected after an entry"),
         ("a.json", '{"prompt": "a"}\n{"prompt": "b"}\n', r"call it \.jsonl"),
-        ("a.txt", "hello", r"use a \.jsonl file"),
+        ("a.txt", "hello", r"use a \.jsonl or \.jsonl\.gz file"),
     ],
 )
 def test_broken_files_are_errors(tmp_path: Path, name: str, text: str, problem: str) -> None:
