@@ -57,6 +57,7 @@ class Stages:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.running: set[subprocess.Popen[bytes]] = set()
+        self.ended = False
 
     def __enter__(self) -> Stages:
         return self
@@ -65,22 +66,26 @@ class Stages:
         self.end()
 
     def end(self) -> None:
-        """End the commands that are running."""
+        """End the commands that are running; none starts any more."""
+        self.ended = True
         for process in list(self.running):
             process.terminate()  # a stage ends its own servers and says how to continue
             process.wait()
 
-    def run(self, module: str, *arguments: object, name: str | None = None) -> None:
-        """``python -m module arguments``.
+    def run(self, module: str, *arguments: object, name: str | None = None, threads: int | None = None) -> None:
+        """``python -m module arguments``; on so many ``threads``, None: as torch likes.
 
         Raises:
-            StageFailed: it ended with an error.
+            StageFailed: it ended with an error, or all were ended.
         """
+        if self.ended:
+            raise StageFailed(f"python -m {module} was not started")
         words = [module, *map(str, arguments)]
         print(f"\n$ python -m {shlex.join(words)}", flush=True)
         started = time.monotonic()
         # Idle threads that spin take the cores from the server beside them.
-        process = subprocess.Popen([sys.executable, "-m", *words], env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        process = subprocess.Popen([sys.executable, "-m", *words], env=os.environ | environment)
         self.running.add(process)
         code = process.wait()
         self.running.discard(process)
@@ -143,6 +148,7 @@ def evaluate(stages: Stages, recipe: Recipe, out: Path, new_tokens: int, name: s
         *("--sets", f"captured={out / 'heldout'}", "--max-new-tokens", new_tokens, *EVALUATIONS[name]),
         *("--out", out / "evaluation" / name),
         name=f"evaluate {name}",
+        threads=1,  # two at a time, on two cores
     )
 
 
