@@ -181,13 +181,13 @@ def load_draft(folder: Path, *, attention: str = "sdpa") -> DSpineDraftModel:
     return built(*read_checkpoint(folder), attention)
 
 
-def load_dflash(folder: Path, emittable: tuple[list[int], int], *, attention: str = "sdpa") -> DSpineDraftModel:
+def load_dflash(folder: Path, emittable: tuple[list[int], int]) -> DSpineDraftModel:
     """A DFlash draft that is not ours (``reference.read_dflash``), in eval mode, in the dtype of its weights.
 
     Raises:
         CheckpointError: as ``read_dflash``.
     """
-    return built(*read_dflash(folder, emittable), attention)
+    return built(*read_dflash(folder, emittable), "sdpa")
 
 
 def built(tensors: dict[str, Tensor], config: Qwen3Config, attention: str) -> DSpineDraftModel:

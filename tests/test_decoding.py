@@ -145,6 +145,24 @@ def test_walk_follows_rows_and_breaks_ties_to_the_lowest() -> None:
     assert torch.allclose(probabilities.sum(-1), torch.ones(3))
 
 
+@torch.no_grad()
+def test_constructed_ties_go_to_the_lowest_candidate() -> None:
+    """Every candidate has a twin with the same row of the head, so that every best score is there twice: exactly, for
+    the rows have one entry that is not 0."""
+    model, pre, _, anchors = blocks_of(torch.float32, 40)
+    draft, head = model.draft_model, model.lm_head.weight
+    half = draft.settings.top_k // 2
+    ids = torch.arange(draft.settings.top_k).expand(*pre.shape[:2], -1)
+    head[: 2 * half] = torch.eye(HIDDEN)[3 : 3 + half].repeat(2, 1)
+    scores = transition_cache(draft, head, pre, ids, anchors)
+    walked = greedy_walk(scores)
+    assert (walked < half).all() and walked.unique().numel() > 1
+    for block in range(len(pre)):
+        path, rows = stepwise(draft, head, pre[block], ids[block], anchors[block], best)
+        assert torch.equal(rows[:, :half], rows[:, half : 2 * half])
+        assert torch.equal(path, walked[block])
+
+
 def test_cache_rows_of_slot_one_are_the_anchor() -> None:
     model = make_model()
     pre = torch.randn(4, 32, dtype=torch.float64)
