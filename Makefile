@@ -44,11 +44,12 @@ test: $(READY)
 test-fast: $(READY)
 	$(PYTEST) tests -m "not server and not ranks and not slow"
 
-# What takes minutes each: the resume matrix, runs that are killed again and again.
+# What takes minutes each: the resume matrix, runs that are killed again and again, every named mistake.
 test-slow: $(READY)
 	$(PYTEST) tests -m slow
 
 check: $(READY)
+	! grep -rnE '^(<<<<<<<|>>>>>>>) ' --include='*' --exclude-dir=.git --exclude-dir=$(VENV) --exclude-dir=runs --exclude-dir=cache .
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -140,11 +140,12 @@ def streamed_trainer(
     resume_from: str | None,
     start_step: int,
 ) -> Trainer:
-    """SpecForge's online consumer over a directory store; every rank calls it, rank 0 owns the ledger.
+    """SpecForge's online consumer over a directory store; every rank calls it, rank 0 alone opens the ledger: the
+    others wait for it inside.
 
     A resumed run starts a fresh ledger whose durable marker says ``start_step``, the checkpoint's step.
     """
-    if resume_from is not None and not paths["ledger"].exists():
+    if rank == 0 and resume_from is not None:
         ledger = SQLiteMetadataStore(str(paths["ledger"]))
         ledger.record_train_ack([], global_step=start_step, optimizer_durable=True)
         ledger.close()

@@ -52,8 +52,9 @@ class Pieces:
     injection: float = 0.0
     draft_forward: float = 0.0  # the injection included
     objective_forward: float = 0.0
-    objective_backward: float = 0.0  # recomputed chunks included
+    objective_backward: float = 0.0  # what is recomputed in it included
     draft_backward: float = 0.0
+    look_ahead: float = 0.0  # of windows with several micro-batches, beside the step
     rows: int = 0
 
 
@@ -87,6 +88,8 @@ def step_in_pieces(bench: Bench, inputs: dict[str, Any]) -> Pieces:
     pairs = [(value, leaf.grad) for value, leaf in zip(output, leaves, strict=True) if leaf is not None]
     roots, gradients = zip(*((value, gradient) for value, gradient in pairs if gradient is not None), strict=True)
     pieces.draft_backward = bench.timed(lambda: torch.autograd.backward(roots, gradients))
+    with torch.no_grad():
+        pieces.look_ahead = bench.timed(lambda: model(**inputs | {"share": None}))
     pieces.rows = int(losses[0].parts["rows"][0])
     return pieces
 

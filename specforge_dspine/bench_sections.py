@@ -188,12 +188,15 @@ def time_section(plan: Plan) -> Section:
     for _ in plan.turns(lambda: 3 * (taken[-1].objective_forward + taken[-1].objective_backward)):
         taken.append(step_in_pieces(bench, inputs))
     names = ("draft_forward", "objective_forward", "objective_backward", "draft_backward")
-    medians = {name: statistics.median(getattr(each, name) for each in taken) for name in (*names, "injection")}
+    more = ("injection", "look_ahead")
+    medians = {name: statistics.median(getattr(each, name) for each in taken) for name in (*names, *more)}
     whole = sum(medians[name] for name in names)
     for name in names:
         section.add(name.replace("_", " "), medians[name], "s", f"{medians[name] / whole:.0%} of the step")
     note = f"{medians['injection'] / whole:.0%} of the step, in the draft's forward"
     section.add("injection, forward", medians["injection"], "s", note)
+    note = f"{medians['look_ahead'] / whole:.0%} of a step; only where a step has several micro-batches"
+    section.add("look ahead", medians["look_ahead"], "s", note)
     section.add("supervised rows", taken[0].rows, note=f"of {bench.sizes.row_limit}; no logits for the others")
 
     leaves = leaves_of(draft_output(bench.model, inputs))

@@ -33,7 +33,7 @@ from specforge_dspine.decoding import (
 )
 from specforge_dspine.distillation import Distil, distil, distil_by_autograd, teacher_distribution
 from specforge_dspine.model import DraftOutput
-from specforge_dspine.objective import Rows, alignment_terms, gathered, refinement_terms, supervised_rows
+from specforge_dspine.objective import Rows, cosine_terms, gathered, refinement_terms, supervised_rows
 from specforge_dspine.sampling import GREEDY
 from specforge_dspine.transfer import build_transfer_space
 from specforge_dspine.vectors import VectorFileError, Vectors
@@ -171,7 +171,7 @@ def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     for field, value in refined._asdict().items():
         name = f"rows/{names.get(field, field)}"
         yield name, value, v[name]
-    yield "rows/align", alignment_terms(v.draft, v.head, features, rows.label), v["rows/align"]
+    yield "rows/align", cosine_terms(v.draft, features, rows.label), v["rows/align"]
     logits = F.linear(hidden, v.head).double()
     own = logits.topk(settings.top_k, dim=-1).indices
     yield "rows/candidates", 1 + candidate_error(logits, own, v["rows/candidates"]), _scalar(1.0)

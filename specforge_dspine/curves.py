@@ -68,9 +68,14 @@ CURVES = {
         Spec("shared", ("dspine.normalization=shared", "training.seed=8")),
         Spec(
             "window",
-            ("dspine.normalization_scope=window", "training.batch_size=2", "training.accumulation_steps=2"),
+            (
+                "dspine.normalization_scope=window",
+                "training.batch_size=2",
+                "training.accumulation_steps=2",
+                "training.seed=8",
+            ),
         ),
-        Spec("accumulated", ("training.batch_size=1", "training.accumulation_steps=4", "training.seed=12")),
+        Spec("accumulated", ("training.batch_size=1", "training.accumulation_steps=4")),
         Spec("dflash", (*PLAIN, "dspine.causal=off", "dspine.ce_weight=1")),
     )
 }

@@ -4,6 +4,7 @@ With logits s = E·h, q = softmax(s), teacher p, label y, for every row of weigh
 
     loss        w (α CE + (1−α) ℓ1),       CE = −log q_y,  ℓ1 = Σ_v |q_v − p_v|
     d loss / ds w (α (q − 1_y) + (1−α) q ⊙ (σ − ⟨q, σ⟩)),  σ = sign(q − p)
+                = q ⊙ (w (1−α) σ + w (α − (1−α) ⟨q, σ⟩)) − α w 1_y
     d loss / dh = Eᵀ (d loss / ds)
 
 The head is frozen, so a row's gradient by h is all that its backward pass needs: ``distil`` computes it while the
@@ -106,20 +107,21 @@ def distil(
         logits = F.linear(hidden, head).to(wide(head.dtype))
         candidates = choose_candidates(logits, p, settings.top_k, chosen) if settings.refinement else None
         best = logits.argmax(dim=-1) if candidates is None or chosen is not None else candidates.ids[:, 0]
-        normaliser = logits.logsumexp(dim=-1, keepdim=True)
-        ce = (normaliser - logits.gather(-1, y)).squeeze(-1)
-        q = logits.sub_(normaliser).exp_()
+        log_q = logits.log_softmax(dim=-1)
+        del logits
+        ce = -log_q.gather(-1, y).squeeze(-1)
+        q = log_q.exp_()
         w = weight.to(q.dtype).unsqueeze(-1)
         if p is None:
             l1 = torch.zeros_like(ce)
-            gradient = q.mul_(alpha)
+            gradient = q.mul_(w * alpha)
         else:
-            difference = p.neg_().add_(q)
+            difference = torch.sub(q, p, out=p)
             l1 = torch.linalg.vector_norm(difference, ord=1, dim=-1)
             sign = difference.sign_()
             mean = torch.einsum("nv,nv->n", q, sign).unsqueeze(-1)
-            gradient = sign.sub_(mean).mul_(1 - alpha).add_(alpha).mul_(q)
-        gradient.scatter_add_(-1, y, torch.full_like(y, -alpha, dtype=gradient.dtype)).mul_(w)
+            gradient = sign.mul_(w * (1 - alpha)).add_(w * (alpha - (1 - alpha) * mean)).mul_(q)
+        gradient.scatter_add_(-1, y, -alpha * w)
         loss = (w.squeeze(-1) * (alpha * ce + (1 - alpha) * l1)).sum()
         by_hidden = gradient.to(head.dtype) @ head if hidden.requires_grad else hidden
     return Distilled(_LossWithGradient.apply(hidden, loss, by_hidden), ce, l1, best == label, candidates)

@@ -57,10 +57,12 @@ def read_run(run: Path, checkpoint: str) -> tuple[dict[str, Tensor], Qwen3Config
     config = Qwen3Config.from_dict(read_json(run / "draft_config.json"))
     try:
         recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
-        folder = marked_best(run, recipe["run_id"]) if checkpoint == "best" else None
+        wants_best = checkpoint == "best" and recipe.get("heldout") is not None
+        folder = marked_best(run, recipe["run_id"]) if wants_best else None
         folder = folder or newest_complete(run, recipe["run_id"])
         if folder is None:
             raise ValueError("none was written yet")
+        print(f"checkpoint: {folder.name}", flush=True)
         return read_state(folder)["draft_state_dict"], config, DTYPES[recipe["model"]["torch_dtype"]]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{run}: not a run with a complete checkpoint ({error})") from error

@@ -23,10 +23,11 @@ from specforge.training.strategies.base import StepContext
 from torch import Tensor
 
 from specforge_dspine.config import DSpineSettings
+from specforge_dspine.metrics import BEST
+from specforge_dspine.plan import feature_name
 from specforge_dspine.recipe import ALGORITHM
 from specforge_dspine.strategy import DSpineTrainStrategy
 
-BEST = "eval/simulated_acc_len"  # SpecForge's name for what the best checkpoint is best at
 NOT_HELD_OUT = ("replacement_probability", "replaced_share")
 
 
@@ -46,7 +47,7 @@ class HeldoutSamples(Sequence[TrainBatch]):
     def __getitem__(self, index: Any) -> Any:
         path = Path(self.files[index])
         record = self.normalise(torch.load(path, map_location="cpu", weights_only=True))
-        name = f"heldout-{path.name.split('.ckpt')[0]}"
+        name = f"heldout-{feature_name(str(path))}"
         return TrainBatch(sample_ids=[name], strategy=ALGORITHM, tensors=self.collate([record]))
 
 
@@ -58,11 +59,19 @@ def shard(count: int, rank: int, ranks: int) -> Iterator[tuple[int, bool]]:
         yield min(index, count - 1), index < count
 
 
-@torch.no_grad()
 def evaluate(
     strategy: DSpineTrainStrategy, batches: Sequence[TrainBatch], ctx: StepContext, *, rank: int = 0, ranks: int = 1
 ) -> dict[str, float]:
     """``eval/*`` metrics over ``batches``, the same on every rank; the model's mode is restored."""
+    totals = reduced(own_sums(strategy, batches, ctx, rank=rank, ranks=ranks), ranks)
+    return {f"eval/{name}": value for name, value in summary(strategy, totals).items()}
+
+
+@torch.no_grad()
+def own_sums(
+    strategy: DSpineTrainStrategy, batches: Sequence[TrainBatch], ctx: StepContext, *, rank: int, ranks: int
+) -> dict[str, Tensor]:
+    """Sums and counts [2, width] by metric of this rank's share of ``batches``."""
     module = strategy.trainable_module()
     training = module.training
     module.eval()
@@ -75,7 +84,7 @@ def evaluate(
                 totals[name] = totals.get(name, 0) + pair * counts
     finally:
         module.train(training)
-    return {f"eval/{name}": value for name, value in summary(strategy, reduced(totals, ranks)).items()}
+    return totals
 
 
 def reduced(totals: Mapping[str, Tensor], ranks: int) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 Each name below has no public counterpart in SpecForge 0.2; everything else in this package uses its seams.
 ``train_windows`` is the one patch: SpecForge's ``Trainer`` builds its core itself, and its evaluator knows no
-refined path.
+refined path. That core (window.py) overrides ``TrainerCore._normalize_gradients``, whose ValueError says Σ W = 0.
 """
 
 from __future__ import annotations

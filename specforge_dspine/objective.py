@@ -134,19 +134,25 @@ def refinement_terms(
     )
 
 
-def alignment_terms(draft: DSpineDraftModel, head: Tensor, features: Tensor, label: Tensor) -> Tensor:
-    """Per layer, [n, L]: 1 − cos(e_ℓ, C_y) of ``features`` e [n, L, r], or −log softmax(E · norm(h_ℓ))_y of norm(h)
-    [n, L, H]; [n, 0] without alignment."""
+def cosine_terms(draft: DSpineDraftModel, features: Tensor, label: Tensor) -> Tensor:
+    """1 − cos(e_ℓ, C_y) per layer, [n, L], of ``features`` e [n, L, r]."""
+    codes = draft.transfer_codes[label].to(wide(features.dtype))
+    return 1 - F.cosine_similarity(features.to(codes.dtype), codes.unsqueeze(1), dim=-1)
+
+
+def alignment_sums(draft: DSpineDraftModel, head: Tensor, features: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+    """Σ over n rows of w times the alignment's term, per layer [L]; [0] without alignment.
+
+    ``features`` [n, L, r] as ``cosine_terms`` takes them, or norm(h_ℓ) [n, L, H] whose term is −log softmax(E ·)_y.
+    """
     if draft.settings.alignment == "off":
-        return torch.zeros(len(label), 0, dtype=wide(head.dtype), device=label.device)
+        return torch.zeros(0, dtype=wide(head.dtype), device=label.device)
     if draft.settings.alignment == "cosine":
-        codes = draft.transfer_codes[label].to(wide(head.dtype))
-        return 1 - F.cosine_similarity(features.to(codes.dtype), codes.unsqueeze(1), dim=-1)
-    losses = [
-        F.cross_entropy(F.linear(state, head).to(wide(head.dtype)), label, reduction="none")
-        for state in features.unbind(dim=1)  # a layer at a time: one [n, V] more, not L of them
-    ]
-    return torch.stack(losses, dim=-1)
+        terms = cosine_terms(draft, features, label)
+        return (weight.to(terms.dtype).unsqueeze(-1) * terms).sum(dim=0)
+    plain = draft.settings.model_copy(update={"ce_weight": 1.0, "refinement": False})
+    states = features.unbind(dim=1)  # a layer at a time: its logits go before the next one's come
+    return torch.stack([distil(state, head, label, weight, None, plain).loss for state in states])
 
 
 def gathered(output: DraftOutput, rows: Rows, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -221,7 +227,7 @@ def other_sums(
     """Σ over n rows of what REST names, and which refined choices are right [n]; recomputed in the backward pass,
     ``chunk`` rows at a time (0: kept).
 
-    ``pre_injection`` u_L [n, H], ``features`` [n, L, ..] as ``alignment_terms`` takes them.
+    ``pre_injection`` u_L [n, H], ``features`` [n, L, ..] as ``alignment_sums`` takes them.
     """
 
     def terms(
@@ -235,8 +241,7 @@ def other_sums(
             r = refinement_terms(draft, head, pre, label, predecessor, Candidates(*c))
             refined = tuple((w * value).sum() for value in (r.ce, r.l1, r.covered, r.heavy))
             correct = correct.index_put((number,), r.correct)
-        align = (w.unsqueeze(-1) * alignment_terms(draft, head, states, label)).sum(dim=0)
-        return (*refined, align, correct)
+        return (*refined, alignment_sums(draft, head, states, label, weight), correct)
 
     number = torch.arange(len(rows.label), device=rows.label.device)
     columns = (None, None, None) if candidates is None else candidates
@@ -297,6 +302,8 @@ def combine(
 
 def reported(name: str, settings: DSpineSettings) -> bool:
     """Does the part ``name`` exist in this variant?"""
+    if name in ("replacement_probability", "replaced_share"):
+        return settings.curriculum
     if name in ("align", "lambda", "gate", "beta"):
         return settings.alignment != "off"
     if name in ("l1", "refined_l1", "heavy", "candidate_mass") and settings.ce_weight == 1:

@@ -56,10 +56,19 @@ class Plan:
         return int(self.recipe.host.training.warmup_ratio * self.total_steps)
 
     @property
-    def unused(self) -> int:
-        """Samples of the last epoch that fill no whole optimizer window."""
-        available = max(len(self.samples), len(self.files)) * self.recipe.host.training.num_epochs
-        return max(0, available - self.steps * self.quantum)
+    def available(self) -> int:
+        """Samples × epochs."""
+        return max(len(self.samples), len(self.files)) * self.recipe.host.training.num_epochs
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last epoch that fill no whole optimizer window, and are not trained on."""
+        return self.available % self.quantum
+
+    @property
+    def not_reached(self) -> int:
+        """Samples, in all epochs, that ``training.max_steps`` stops short of."""
+        return self.available - self.remainder - self.steps * self.quantum
 
     def render(self) -> str:
         """The plan as text: topology, layers, sizes, parameter counts, schedule."""
@@ -89,7 +98,7 @@ class Plan:
             f"{self.ranks} ranks = {self.quantum} a step, ≤ {training.num_anchors} anchors each, "
             f"≤ {host.data.max_length} tokens",
             "data": f"{max(len(self.samples), len(self.files)):,} samples × {training.num_epochs} epochs; "
-            f"{self.unused:,} fill no whole step",
+            f"{self.remainder:,} fill no whole step, {self.not_reached:,} lie beyond max_steps",
             "schedule": f"{self.steps:,} steps of {self.total_steps:,}; lr {training.learning_rate:g}, warm-up "
             f"{self.warmup_steps} steps, then {training.lr_scheduler}; clip {training.max_grad_norm:g}",
             **method(self),
@@ -225,7 +234,8 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
     heldout_files: Sequence[str] = ()
     if recipe.heldout is not None:
         heldout_files = features_in("heldout.hidden_states_path", recipe.heldout.hidden_states_path, target)
-        if shared := {Path(name).name for name in files} & {Path(name).name for name in heldout_files}:
+        training_names = {feature_name(path) for path in files} | {sample.name for sample in samples}
+        if shared := training_names & {feature_name(path) for path in heldout_files}:
             raise RecipeError(
                 f"heldout.hidden_states_path={recipe.heldout.hidden_states_path!r} holds {len(shared)} of the "
                 f"training samples, {sorted(shared)[0]} among them; capture others"
@@ -268,6 +278,11 @@ def features_in(key: str, path: str, target: TargetIdentity) -> list[str]:
         raise RecipeError(f"{key}={path!r} holds no .ckpt files; specforge_dspine.capture writes them")
     check_features(Path(path), target)
     return files
+
+
+def feature_name(path: str) -> str:
+    """The sample's name, which is its content (``stream.record.sample_name``), of a captured file."""
+    return Path(path).name.split(".ckpt")[0]
 
 
 def check_features(folder: Path, target: TargetIdentity) -> None:

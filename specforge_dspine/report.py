@@ -121,7 +121,7 @@ def make_report(evaluations: Mapping[str, Path], out: Path, run: Path | None) ->
     metrics: list[dict[str, float]] = []
     if run is not None:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        metrics = [json.loads(line) for line in lines]
+        metrics = [values for values in map(json.loads, lines) if "loss" in values]  # others: held-out samples
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "report.json", json.dumps(report))  # on one line: most of it is ids
     draw(out / "report.png", report, metrics)

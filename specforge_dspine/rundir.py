@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from specforge_dspine.checkpoints import checkpoint_folders, checkpoint_step, newest_complete, sweep
-from specforge_dspine.metrics import METRICS_FILE, rewind_metrics
+from specforge_dspine.metrics import BEST, METRICS_FILE, logged_scores, rewind_metrics
 from specforge_dspine.recipe import Recipe, RecipeError
 
 RECIPE_FILE, DRAFT_CONFIG_FILE, DELIVERY_LOG = "recipe.yaml", "draft_config.json", "delivered.jsonl"
@@ -69,6 +71,28 @@ def accept(recipe: Recipe, draft_config: dict[str, Any], checkpoint: str | None)
     recipe.save(recipe.run_dir / RECIPE_FILE)
     write_json(recipe.run_dir / DRAFT_CONFIG_FILE, draft_config)
     rewind_metrics(recipe.run_dir / METRICS_FILE, step)
+
+
+def restore_best(recipe: Recipe, step: int) -> None:
+    """Mark the best checkpoint again, from what ``metrics.jsonl`` says up to the ``step`` that a run goes on from.
+
+    SpecForge's own mark may name a checkpoint that is gone, or lack one that was written when the run was killed.
+    Another held-out set than before starts without a mark. To be called before SpecForge's trainer reads it.
+    """
+    run_dir, run_id = recipe.run_dir, recipe.host.run_id
+    meta, link = run_dir / f"{run_id}.best_meta.json", run_dir / f"{run_id}-best"
+    scores: dict[int, float] = {}
+    before = yaml.safe_load((run_dir / RECIPE_FILE).read_text(encoding="utf-8")).get("heldout")
+    if recipe.heldout is not None and before == recipe.heldout.model_dump(mode="json"):
+        scores = {s: score for s, score in logged_scores(run_dir / METRICS_FILE) if s <= step}
+    kept = {folder.step for folder in checkpoint_folders(run_dir) if folder.run_id == run_id}
+    ranking = sorted((-score, s) for s, score in scores.items() if s in kept)
+    meta.unlink(missing_ok=True)
+    link.unlink(missing_ok=True)
+    if ranking:
+        score, best = ranking[0]
+        link.symlink_to(f"{run_id}-step{best}")
+        write_json(meta, {"run_id": run_id, "step": best, "score": -score, "metric": BEST, "metrics": {}})
 
 
 def write_json(path: Path, value: Any) -> None:

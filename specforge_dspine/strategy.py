@@ -6,6 +6,7 @@ The schedules (β, p) and the blocks' draws of §5 happen here; the model and th
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +23,7 @@ from specforge_dspine.training_model import DSpineTrainingModel
 logger = logging.getLogger(__name__)
 
 FEATURES = frozenset({"input_ids", "loss_mask", "hidden_states", "target_last_hidden_states"})
+EPOCH = re.compile(r"^e\d+-")  # of a sample's id: assembly.py names it for its epoch
 MAX_BAD_SAMPLES = 64  # samples with non-finite states that are left out before a run stops
 
 
@@ -57,7 +59,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         inner = model if isinstance(model, DSpineTrainingModel) else model.module
         assert isinstance(inner, DSpineTrainingModel)
         self.inner = inner
-        self.bad_samples: list[str] = []
+        self.bad_samples: set[str] = set()
 
     def trainable_module(self) -> torch.nn.Module:
         """SpecForge's seam: the wrapped composite model."""
@@ -74,15 +76,15 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         inputs, draws = self.inputs(batch, ctx)
         loss = self.model(**inputs, share=getattr(ctx, "share", alone))
         kept, one = draws.blocks.keep.sum(), torch.tensor(1.0)
+        settings = self.inner.draft_model.settings
         parts = {
-            **loss.parts,
+            "beta": (torch.tensor(draws.beta), one),
             "replacement_probability": (torch.tensor(draws.chance), one),
             "replaced_share": ((draws.blocks.replaced & draws.blocks.keep).sum(), kept),
             "blocks": (kept, one),
             "supervised_tokens": (batch.tensors["loss_mask"].sum(), one),
         }
-        if reported("beta", self.inner.draft_model.settings):
-            parts["beta"] = (torch.tensor(draws.beta), one)
+        parts = loss.parts | {name: pair for name, pair in parts.items() if reported(name, settings)}
         mean = loss.numerator.detach() / loss.denominator.clamp_min(1e-12)
         return StepOutput(loss=mean, metrics={}, ratio_metrics=parts, loss_terms=(loss.numerator, loss.denominator))
 
@@ -137,7 +139,8 @@ class DSpineTrainStrategy(DraftTrainStrategy):
                 )
 
     def leave_out_bad_samples(self, batch: TrainBatch) -> None:
-        """Samples whose states are not finite supervise nothing: named, counted, and tolerated up to a limit.
+        """Samples whose states are not finite supervise nothing: named, counted once in all epochs, and tolerated up
+        to a limit.
 
         Raises:
             RuntimeError: more than ``MAX_BAD_SAMPLES`` of them.
@@ -146,13 +149,13 @@ class DSpineTrainStrategy(DraftTrainStrategy):
             states = batch.tensors[name]
             for row in (~torch.isfinite(states).flatten(1).all(dim=1)).nonzero().flatten().tolist():
                 logger.warning("left out: %s of sample %s is not finite", name, batch.sample_ids[row])
-                self.bad_samples.append(batch.sample_ids[row])
+                self.bad_samples.add(EPOCH.sub("", batch.sample_ids[row]))
                 for feature in ("hidden_states", "target_last_hidden_states", "loss_mask"):
                     batch.tensors[feature][row] = 0
         if len(self.bad_samples) > MAX_BAD_SAMPLES:
             raise RuntimeError(
                 f"{len(self.bad_samples)} samples were not finite (at most {MAX_BAD_SAMPLES} are left out), "
-                f"the last: {self.bad_samples[-1]}; capture the features again"
+                f"{sorted(self.bad_samples)[-1]} among them; capture the features again"
             )
 
     def checkpoint_state_filter(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from specforge_dspine.metrics import RunLogger
 from specforge_dspine.plan import Plan, make_plan
 from specforge_dspine.ranks import RunFailed, on_every_rank
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
-from specforge_dspine.rundir import DELIVERY_LOG, accept, claim_run_dir, exclusive, write_json
+from specforge_dspine.rundir import DELIVERY_LOG, accept, claim_run_dir, exclusive, restore_best, write_json
 from specforge_dspine.signals import Interrupted, unwinding_signals
 from specforge_dspine.stream.client import SGLangClient, StreamProofError
 from specforge_dspine.stream.server import ManagedServer, ServerFailed
@@ -106,7 +106,7 @@ def run_streamed(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_f
                 raise RunFailed(f"the stream ended: {producer.error}") from error
             raise
         finally:
-            report = source.report() | {"unused_samples": plan.unused}
+            report = source.report() | {"remainder": plan.remainder, "beyond_max_steps": plan.not_reached}
             write_json(run_dir / "stream.json", report)
             if report["dropped"]:
                 print(f"{len(report['dropped'])} records were dropped and replaced: see {run_dir}/stream.json")
@@ -196,6 +196,7 @@ def run(recipe: Recipe, *, resume: bool) -> int:
             contract = host_contract(host, ranks=ranks, total_steps=plan.total_steps)
             contract |= bundle.strategy_kwargs.resume_contract
             on_every_rank(rank, lambda: refuse_changes(resume_from, contract))
+            on_every_rank(rank, lambda: restore_best(recipe, checkpoint_step(resume_from)))
         logger = RunLogger(host, rank=rank, steps=plan.steps, micro_batches=ranks * host.training.accumulation_steps)
         runner = run_offline if recipe.stream is None else run_streamed
         try:

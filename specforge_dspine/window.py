@@ -51,7 +51,11 @@ class WindowCore(TrainerCore):
         return len(self.held)
 
     def train_step(self, batch: TrainBatch, ctx: StepContext | None = None) -> StepResult:
-        """Hold ``batch``, or train the window that it completes."""
+        """Hold ``batch``, or train the window that it completes.
+
+        Raises:
+            FloatingPointError: loss or gradient is not finite; on every rank alike, and before it is saved.
+        """
         self.held.append(batch)
         if len(self.held) < self.accumulation_steps:
             return StepResult(optimizer_stepped=False, loss=math.nan, grad_norm=None)
@@ -60,6 +64,11 @@ class WindowCore(TrainerCore):
         share = self.share_of(window, context)
         for each in window:
             result = super().train_step(each, WindowContext(context.global_step, context.total_steps, share))
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm or 0.0)):
+            raise FloatingPointError(
+                f"loss is {result.loss} and the gradient's norm {result.grad_norm} at step "
+                f"{context.global_step + 1}: lower training.learning_rate, or look at the data"
+            )
         return result
 
     def share_of(self, window: list[TrainBatch], ctx: StepContext) -> Share:

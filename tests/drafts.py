@@ -22,6 +22,7 @@ def make_model(
     seed: int = 0,
     trained: bool = True,
     dtype: torch.dtype = torch.float64,
+    vocab: int = VOCAB,
     **options: object,
 ) -> DSpineTrainingModel:
     """A training model in float64; ``trained`` gives the injection and all norms weights that matter."""
@@ -31,7 +32,7 @@ def make_model(
     )
     draft = DSpineDraftModel(
         small_draft_config(
-            vocab_size=VOCAB,
+            vocab_size=vocab,
             hidden_size=HIDDEN,
             layers=layers,
             heads=4,
@@ -47,20 +48,20 @@ def make_model(
             settings=settings,
         )
     ).to(dtype)
-    head = torch.randn(VOCAB, HIDDEN, dtype=dtype)
+    head = torch.randn(vocab, HIDDEN, dtype=dtype)
     if settings.has_readouts:
         draft.set_transfer_space(build_transfer_space(head, settings.transfer_rank, dtype=dtype))
     if trained:
         with torch.no_grad():
             for parameter in draft.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-    linear = nn.Linear(HIDDEN, VOCAB, bias=False, dtype=dtype)
+    linear = nn.Linear(HIDDEN, vocab, bias=False, dtype=dtype)
     with torch.no_grad():
         linear.weight.copy_(head)
     return DSpineTrainingModel(
         draft,
         linear,
-        nn.Embedding(VOCAB, HIDDEN, dtype=dtype),
+        nn.Embedding(vocab, HIDDEN, dtype=dtype),
         attention_backend="sdpa",
         num_anchors=4,
         loss_decay_gamma=7.0,

@@ -407,7 +407,7 @@ def alignment_averaged_over_layers() -> AbstractContextManager[None]:
 
         return mean
 
-    return everywhere(objective.alignment_terms, make)
+    return everywhere(objective.cosine_terms, make)
 
 
 # Transfer space

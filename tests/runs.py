@@ -27,14 +27,27 @@ CLOCKS = ("time", "wait_share")  # and what ends or begins as below: of the wall
 
 
 def write_world(root: Path, taps: list[int]) -> Path:
-    """A target, 16 samples of which every fourth makes its states NaN, and features of the 12 others, in ``root``."""
+    """A target, 16 samples of which every fourth makes its states NaN, features of the 12 others, and of 3 that are
+    held out, in ``root``."""
     save_tokenizer(build_qwen3(root / "target", poisoned_token=POISON))
     poison_samples(write_samples(root / "all.jsonl", 16), root / "samples.jsonl", POISON)
     lines = (root / "samples.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     good = [line for line in lines if POISON not in json.loads(line)["input_ids"]]
     (root / "good.jsonl").write_text("".join(good), encoding="utf-8")
     write_features(root / "target", root / "good.jsonl", root / "features", taps)
+    write_samples(root / "heldout.jsonl", 3, seed=5)
+    write_features(root / "target", root / "heldout.jsonl", root / "heldout", taps)
     return root
+
+
+def marked(run: Path) -> tuple[int, float] | None:
+    """Step and score of the checkpoint that is marked as the best; None without a mark."""
+    path = next(iter(run.glob("*.best_meta.json")), None)
+    if path is None:
+        return None
+    best = json.loads(path.read_text(encoding="utf-8"))
+    assert (run / f"{best['run_id']}-best").resolve() == (run / f"{best['run_id']}-step{best['step']}").resolve()
+    return best["step"], best["score"]
 
 
 def command(recipe: Path, *arguments: str, ranks: int = 1) -> list[str]:
@@ -113,7 +126,8 @@ def last_state(run: Path) -> dict[str, Any]:
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:
-    """Every metric of every step, clocks excepted, and the last checkpoint's weights and optimizer, bit for bit."""
+    """Every metric of every step, clocks excepted, the last checkpoint's weights and optimizer, and the mark of the
+    best one, bit for bit."""
     mine, reference = metrics(ours), metrics(theirs)
     assert [line["step"] for line in mine] == [line["step"] for line in reference]
     for line, wanted in zip(mine, reference, strict=True):
@@ -122,6 +136,7 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
             if name in CLOCKS or name.startswith("perf/") or name.endswith("_per_second"):
                 continue
             assert line[name] == value, (line["step"], name, line[name], value)
+    assert marked(ours) == marked(theirs)
     states = [last_state(run) for run in (ours, theirs)]
     assert states[0]["global_step"] == states[1]["global_step"] == reference[-1]["step"]
     for part in ("draft_state_dict", "replicated_optimizer_state"):

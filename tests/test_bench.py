@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafts import make_batch, make_blocks, make_model
 from torch.utils.checkpoint import checkpoint
 
 from specforge_dspine import bench_sections
@@ -20,6 +20,7 @@ from specforge_dspine.bench_pieces import draft_output, objective_peak
 from specforge_dspine.bench_sections import SECTIONS
 from specforge_dspine.bench_steps import SIZES, Bench
 from specforge_dspine.tracing import Allocations, OperationTimes
+from specforge_dspine.training_model import DSpineTrainingModel
 
 CPU = torch.device("cpu")
 
@@ -118,25 +119,31 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "b.json").exists()
 
 
-def largest_tensor(bench: Bench, chunk_blocks: int) -> int:
-    """Elements of the largest tensor that a forward and backward allocates, the draft's included."""
-    inputs = bench.inputs()
-    bench.model.objective_chunk_blocks = chunk_blocks
-    bench.model.zero_grad(set_to_none=True)
+def largest_tensor(model: DSpineTrainingModel, inputs: dict[str, Any], chunk_blocks: int, *, ahead: bool) -> int:
+    """Elements of the largest tensor that a forward and backward allocates, the draft's included; ``ahead``: that a
+    look ahead does."""
+    model.objective_chunk_blocks = chunk_blocks
+    model.zero_grad(set_to_none=True)
     with Allocations() as allocations:
-        bench.model(**inputs).numerator.backward()
+        if ahead:
+            model(**inputs, share=None)
+        else:
+            model(**inputs).numerator.backward()
     return allocations.largest.elements
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_no_tensor_is_larger_than_the_chunk_allows(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("options", [{}, {"alignment": "ce"}, {"refinement": False}, {"ce_weight": 1.0}], ids=str)
+@pytest.mark.parametrize("ahead", [False, True], ids=["step", "look ahead"])
+def test_no_tensor_is_larger_than_the_chunk_allows(dtype: torch.dtype, options: dict[str, Any], ahead: bool) -> None:
     """V is far above every other size, so that only logits and what is made of them could be that large."""
-    sizes = dataclasses.replace(SIZES["toy"], vocab=20_000, anchors=12, dtype=dtype)
-    bench = Bench(sizes, CPU, "sdpa")
-    proposals = sizes.block - 1
+    vocab, proposals = 20_000, 4
+    model = make_model(dtype=dtype, vocab=vocab, **options)
+    model.normalization_scope = "window"
+    inputs = make_batch(length=40, dtype=dtype) | {"blocks": make_blocks([list(range(4, 16))] * 2), "beta": 0.3}
     for blocks in (1, 3):
-        assert largest_tensor(bench, blocks) == blocks * proposals * sizes.vocab
-    assert largest_tensor(bench, 0) > 3 * proposals * sizes.vocab, "the whole objective at once must exceed it"
+        assert largest_tensor(model, inputs, blocks, ahead=ahead) == blocks * proposals * vocab
+    assert largest_tensor(model, inputs, 0, ahead=ahead) > 3 * proposals * vocab, "all at once must exceed it"
 
 
 def test_64_chunks_take_an_eighth_of_the_memory_at_most() -> None:

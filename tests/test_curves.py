@@ -16,7 +16,6 @@ from specforge_dspine.curve_groups import GROUPS, check_group
 from specforge_dspine.curves import CURVES, Spec, load_reference, main, run_curve, save_reference, world_in
 
 REFERENCES = Path(__file__).parent / "curves"
-RECORDED = sorted(path.stem for path in REFERENCES.glob("*.json"))
 STEPS = 72
 
 
@@ -28,13 +27,13 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", CURVES)
 def test_training_follows_its_reference(name: str, workdir: Path) -> None:
     deviations = compare(load_reference(name, REFERENCES), run_curve(CURVES[name], workdir))
     assert not deviations, "\n".join(map(str, deviations))
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", CURVES)
 def test_a_reference_says_what_made_it_and_passes_warmup_and_curriculum(name: str) -> None:
     content = json.loads((REFERENCES / f"{name}.json").read_text(encoding="utf-8"))
     assert content["name"] == name and content["seed"] == content["recipe"]["training"]["seed"]
@@ -43,7 +42,8 @@ def test_a_reference_says_what_made_it_and_passes_warmup_and_curriculum(name: st
     assert int(content["recipe"]["training"]["warmup_ratio"] * content["steps"]) >= 4
     assert content["recipe"]["dspine"]["replacement_end_ratio"] * content["steps"] < content["steps"] / 2
     loss = content["parts"]["ce"]
-    assert sum(loss[-12:]) < 0.8 * sum(loss[:12]), "nothing is learnt: the curve would show nothing"
+    fall = 0.8 if content["recipe"]["dspine"]["injection"] else 0.85  # the text is told by the predecessor
+    assert sum(loss[-12:]) < fall * sum(loss[:12]), "nothing is learnt: the curve would show nothing"
     text = (REFERENCES / f"{name}.json").read_text(encoding="utf-8")
     assert '"/' not in text, "a path of a machine"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import yaml
 from drafts import make_batch, make_blocks, make_model
 from features import write_features
+from runs import marked
 from small import save_tokenizer, tiny_recipe, write_samples
 from specforge.runtime.contracts import TrainBatch
 from specforge.training.strategies.base import StepContext
@@ -18,7 +20,8 @@ from targets import build_qwen3
 
 from specforge_dspine.checkpoints import read_state
 from specforge_dspine.export import export_run, load_draft
-from specforge_dspine.heldout import evaluate, loss, shard
+from specforge_dspine.heldout import evaluate, loss, own_sums, shard
+from specforge_dspine.metrics import BEST
 from specforge_dspine.strategy import DSpineTrainStrategy, Schedule
 from specforge_dspine.train import main
 
@@ -43,8 +46,17 @@ def test_every_rank_runs_as_many_forwards_and_every_sample_counts_once() -> None
         assert sorted(index for part in shards for index, counts in part if counts) == list(range(count))
 
 
-def test_sums_do_not_depend_on_how_the_set_is_shared_out() -> None:
-    """Two ranks' shares, added up, are one rank's set: shown on the sums that would be reduced."""
+def test_the_shares_of_two_ranks_are_the_set() -> None:
+    """Five samples: the second rank's third forward is a stand-in, and counts for nothing."""
+    strategy, context = strategy_of(), StepContext(10, 100)
+    whole = own_sums(strategy, batches(5), context, rank=0, ranks=1)
+    shares = [own_sums(strategy, batches(5), context, rank=rank, ranks=2) for rank in (0, 1)]
+    for name, sums in whole.items():
+        assert torch.allclose(shares[0][name] + shares[1][name], sums, rtol=1e-12), name
+    assert shares[0]["rows"][1] + shares[1]["rows"][1] == 5
+
+
+def test_sums_do_not_depend_on_how_the_set_is_batched() -> None:
     together = evaluate(strategy_of(), batches(5), StepContext(10, 100))
     merged = batches(5)
     tensors = {k: torch.cat([b.tensors[k] for b in merged]) for k in merged[0].tensors}
@@ -143,5 +155,48 @@ def test_a_run_looks_at_held_out_samples_marks_the_best_and_trains_the_same(worl
 def test_training_samples_are_not_held_out(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--recipe", str(write_recipe(world, "same", world / "train"))]) == 2
     assert "holds 12 of the training samples" in capsys.readouterr().err
+    streamed = [
+        "data.hidden_states_path=''",
+        f"data.prompts_path={world / 'train.jsonl'}",
+        "stream={managed: {}}",
+        "runtime={in_flight_low_watermark: 4, in_flight_high_watermark: 8}",
+    ]
+    assert main(["--recipe", str(world / "same.yaml"), "--plan", *streamed]) == 2
+    assert "holds 12 of the training samples" in capsys.readouterr().err
     assert main(["--recipe", str(write_recipe(world, "none", world / "nowhere"))]) == 2
     assert "heldout.hidden_states_path" in capsys.readouterr().err
+
+
+def test_a_resumed_run_marks_the_best_again(world: Path) -> None:
+    """From its own log: a mark that was lost with the kill, or that names a checkpoint which is gone."""
+    recipe = write_recipe(world, "again", world / "heldout")
+    assert main(["--recipe", str(recipe)]) == 0
+    run = world / "again"
+    whole = marked(run)
+    for damage in ("lost", "too late"):
+        shutil.rmtree(run / "tiny-step6")
+        meta = run / "tiny.best_meta.json"
+        if damage == "lost":
+            meta.unlink(missing_ok=True)
+        else:
+            meta.write_text(json.dumps({"run_id": "tiny", "step": 6, "score": 9.9, "metric": BEST, "metrics": {}}))
+        assert main(["--recipe", str(recipe), "--resume"]) == 0
+        assert marked(run) == whole
+
+
+def test_without_held_out_samples_no_old_mark_counts(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(world, "dropped", world / "heldout")
+    assert main(["--recipe", str(recipe), "training.max_steps=4"]) == 0
+    assert marked(world / "dropped") is not None
+    assert main(["--recipe", str(recipe), "--resume", "heldout=null"]) == 0
+    assert marked(world / "dropped") is None
+    assert "checkpoint: tiny-step6" in capsys.readouterr().out
+
+
+def test_a_bad_held_out_sample_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, context = strategy_of(), StepContext(10, 100)
+    for _ in range(70):
+        bad = batches(2)
+        bad[1].tensors["target_last_hidden_states"][0, 3] = torch.nan
+        values = evaluate(strategy, bad, context)
+    assert strategy.bad_samples == {"s1"} and values["eval/rows"] > 0

@@ -20,7 +20,17 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from runs import assert_equal, assert_same_run, kill_group, processes_of, started, train, wait_until, write_world
+from runs import (
+    assert_equal,
+    assert_same_run,
+    kill_group,
+    marked,
+    processes_of,
+    started,
+    train,
+    wait_until,
+    write_world,
+)
 from small import tiny_recipe
 
 from specforge_dspine.checkpoints import checkpoint_folders, fault
@@ -112,9 +122,10 @@ class User:
 
 def test_killed_twenty_times_and_not_a_bit_lost(world: Path) -> None:
     steps = 300
-    reference = write_recipe(world, "whole", steps)
+    heldout = {"hidden_states_path": str(world / "heldout"), "interval": 7}
+    reference = write_recipe(world, "whole", steps, heldout=heldout)
     assert train(reference).returncode == 0
-    user = User(write_recipe(world, "killed", steps), random.Random(SEED))
+    user = User(write_recipe(world, "killed", steps, heldout=heldout), random.Random(SEED))
     for number in range(20):
         if number % 4 == 0:
             user.killed_before(9)
@@ -126,7 +137,10 @@ def test_killed_twenty_times_and_not_a_bit_lost(world: Path) -> None:
     print(f"seed {SEED}: kills {dict(user.kills)}")
     assert user.kills["start"] + user.kills["training"] >= 20
     assert_same_run(user.run, world / "whole")
-    assert [folder.step for folder in checkpoint_folders(user.run)] == [steps - 1, steps], "nothing is left over"
+    best = marked(user.run)
+    assert best is not None
+    kept = sorted({steps - 1, steps, best[0]})
+    assert [folder.step for folder in checkpoint_folders(user.run)] == kept, "nothing is left over"
     for flavour in ("sglang", "specforge"):
         ours, theirs = (load_draft(run / "export" / flavour).state_dict() for run in (user.run, world / "whole"))
         assert_equal(ours, theirs, flavour)

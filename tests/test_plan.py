@@ -62,27 +62,29 @@ def refusal(world: Path, **sections: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "training", "quantum", "steps", "unused"),
+    ("ranks", "training", "quantum", "steps", "remainder", "not_reached"),
     [
-        (1, {}, 2, 12, 0),
-        (1, {"batch_size": 5}, 5, 4, 4),
-        (1, {"accumulation_steps": 3, "num_epochs": 2}, 6, 8, 0),
-        (3, {"accumulation_steps": 2}, 12, 2, 0),
-        (7, {"num_epochs": 3}, 14, 5, 2),
-        (1, {"max_steps": 5}, 2, 5, 14),
+        (1, {}, 2, 12, 0, 0),
+        (1, {"batch_size": 5}, 5, 4, 4, 0),
+        (1, {"accumulation_steps": 3, "num_epochs": 2}, 6, 8, 0, 0),
+        (3, {"accumulation_steps": 2}, 12, 2, 0, 0),
+        (7, {"num_epochs": 3}, 14, 5, 2, 0),
+        (1, {"max_steps": 5}, 2, 5, 0, 14),
+        (1, {"batch_size": 5, "max_steps": 3}, 5, 3, 4, 5),
     ],
 )
 def test_streamed_steps(
-    world: Path, ranks: int, training: dict[str, Any], quantum: int, steps: int, unused: int
+    world: Path, ranks: int, training: dict[str, Any], quantum: int, steps: int, remainder: int, not_reached: int
 ) -> None:
     """A step takes ranks × batch × accumulation samples; epochs run on without a break."""
     plan = resolve(world, ranks=ranks, training={"max_steps": None} | training)
-    assert (plan.quantum, plan.steps, plan.total_steps, plan.unused) == (quantum, steps, steps, unused)
+    assert (plan.quantum, plan.steps, plan.total_steps) == (quantum, steps, steps)
+    assert (plan.remainder, plan.not_reached) == (remainder, not_reached)
     assert len(plan.samples) == 24 and not plan.files
 
 
 @pytest.mark.parametrize(
-    ("ranks", "training", "steps", "unused"),
+    ("ranks", "training", "steps", "not_reached"),
     [
         (1, {}, 5, 0),
         (1, {"batch_size": 5, "num_epochs": 3}, 6, 0),
@@ -91,9 +93,9 @@ def test_streamed_steps(
         (1, {"max_steps": 2}, 2, 6),
     ],
 )
-def test_offline_steps(world: Path, ranks: int, training: dict[str, Any], steps: int, unused: int) -> None:
+def test_offline_steps(world: Path, ranks: int, training: dict[str, Any], steps: int, not_reached: int) -> None:
     plan = resolve(world, offline=True, ranks=ranks, training={"max_steps": None} | training)
-    assert (plan.steps, plan.total_steps, plan.unused) == (steps, steps, unused)
+    assert (plan.steps, plan.total_steps, plan.remainder, plan.not_reached) == (steps, steps, 0, not_reached)
     assert len(plan.files) == 10 and not plan.samples
     assert f"offline features in {world / 'features'}" in plan.render()
 

@@ -292,7 +292,7 @@ def test_a_plan_prints_the_run_and_starts_nothing(world: Path) -> None:
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert lines["target"] == f"{world / 'target'}: 6 layers, H=64, V=256, float32"
     assert lines["schedule"].startswith("10 steps of 10; lr 0.001, warm-up 2 steps, then cosine")
-    assert lines["data"] == "24 samples × 2 epochs; 28 fill no whole step"
+    assert lines["data"] == "24 samples × 2 epochs; 0 fill no whole step, 28 lie beyond max_steps"
     assert lines["curriculum"] == "p = 0.5 until step 1, 0 from step 3, in layers 1–1"
     assert "of which injection 3,464" in lines["parameters"]  # 2·16·64 + 2·64·8 + 3·8·16 + 8
     assert "a server of this run (devices cpu, tp 1)" in lines["features"]

@@ -2,12 +2,14 @@
 
 12 usable samples and windows of 2 micro-batches of 1: an epoch is 6 steps on one rank and 3 on two, so that step 4 is
 inside an epoch and step 6 at the end of one, on both. A quarter of the streamed samples yields NaN states and is
-dropped on the way, which must not shift anything either.
+dropped on the way, which must not shift anything either. Every second step looks at three held-out samples, which two
+ranks share unevenly.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import assert_same_run, last_state, metrics, train, write_world
+from runs import assert_same_run, last_state, marked, metrics, train, write_world
 from small import tiny_recipe
 
 from specforge_dspine.stream.server import ManagedServer
@@ -44,7 +46,8 @@ class World:
             }
         schedule = {"max_steps": STEPS, "total_steps": STEPS, "num_epochs": 3}
         training = schedule | {"batch_size": 1, "accumulation_steps": 2}
-        document = tiny_recipe(self.root / "target", run, training=training, **sections)
+        heldout = {"hidden_states_path": str(self.root / "heldout"), "interval": 2}
+        document = tiny_recipe(self.root / "target", run, training=training, heldout=heldout, **sections)
         path = run.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(document), encoding="utf-8")
         return path
@@ -72,7 +75,9 @@ def whole(world: World, request: pytest.FixtureRequest) -> tuple[str, int, Path]
     feed, ranks = request.param.split("-")
     run = world.root / request.param
     launch(world.recipe(feed, run), int(ranks))
-    assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in metrics(run) if "eval/loss" in line] == list(range(2, STEPS + 1, 2))
+    assert marked(run) is not None
     return feed, int(ranks), run
 
 
@@ -93,6 +98,22 @@ def test_a_stopped_run_continues_bit_for_bit(world: World, whole: tuple[str, int
     if feed == "streamed":
         assert delivered(run) == delivered(reference)
         assert not list(run.rglob("*.ckpt"))
+
+
+def test_other_prompts_are_refused_before_a_server_is_asked(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    run = world.root / "prompts"
+    recipe = world.recipe("streamed", run)
+    launch(recipe, 1, "training.max_steps=2")
+    other = world.root / "other.jsonl"
+    text = (world.root / "samples.jsonl").read_text()
+    other.write_text(text.replace(" 5,", " 6,", 1))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    arguments = ["--recipe", str(recipe), "--resume", f"data.prompts_path={other}"]
+    assert main([*arguments, "stream.servers=['http://127.0.0.1:9']"]) == 2
+    size = f"{len(text):,}"
+    refusal = rf"another run: data was prompts of {size} bytes, sha256 \w+ and is prompts of {size} bytes, "
+    assert re.search(refusal, capsys.readouterr().err)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def delivered(run: Path) -> dict[int, str]:

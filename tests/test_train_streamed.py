@@ -6,22 +6,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from features import write_features
-from small import save_tokenizer, tiny_recipe, write_samples
+from runs import POISON, command, metrics, processes_of, train
+from small import poison_samples, save_tokenizer, tiny_recipe, write_samples
 from targets import build_llama, build_qwen3
 
 from specforge_dspine.export import load_draft
 
 pytestmark = pytest.mark.server
-
-POISON = 77
 
 
 @pytest.fixture(scope="module")
@@ -47,40 +44,6 @@ def write_recipe(world: Path, run: str, target: str, samples: str = "samples.jso
     path = world / f"{run}.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     return path
-
-
-def command(recipe: Path, *arguments: str, ranks: int = 1) -> list[str]:
-    launch = ["-m"]
-    if ranks > 1:
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"]
-    return [sys.executable, *launch, "specforge_dspine.train", "--recipe", str(recipe), *arguments]
-
-
-def train(recipe: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(recipe, *arguments, ranks=ranks),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def processes_of(run: Path) -> list[psutil.Process]:
-    """Living processes whose command line or environment names the run's directory (its server, its guard)."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = [*process.cmdline(), *process.environ().values()]
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-        if any(str(run) in word for word in words) and process.pid != os.getpid():
-            found.append(process)
-    return found
 
 
 def wait_until_gone(run: Path, seconds: float) -> float:
@@ -110,7 +73,7 @@ def test_streamed_run_over_a_tied_head(world: Path) -> None:
     assert [entry["position"] for entry in delivered] == list(range(8))
     assert all(entry["sample"].startswith("e0000-") for entry in delivered)
     report = json.loads((run / "stream.json").read_text())
-    assert report["dropped"] == [] and report["delivered"] == 8 and report["unused_samples"] == 16
+    assert report["dropped"] == [] and report["delivered"] == 8 and report["beyond_max_steps"] == 16
     assert not list(run.rglob("*.ckpt")), "records are deleted after use"
     assert not processes_of(run)
     assert load_draft(run / "export" / "sglang").transfer_codes.shape == (256, 16)
@@ -132,11 +95,7 @@ def test_streamed_resume_continues_the_plan(world: Path) -> None:
 
 def test_bad_records_are_dropped_named_and_replaced(world: Path) -> None:
     """Samples with the poisoned token yield NaN states: the run still takes its planned steps without them."""
-    lines = [json.loads(line) for line in (world / "samples.jsonl").read_text().splitlines()]
-    for index, sample in enumerate(lines):
-        ids = [3 if token == POISON else token for token in sample["input_ids"]]
-        sample["input_ids"] = [*ids[:10], POISON, *ids[11:]] if index % 4 == 0 else ids
-    (world / "poisoned.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in lines))
+    poison_samples(world / "samples.jsonl", world / "poisoned.jsonl", POISON)
     recipe = write_recipe(world, "poisoned-run", "poisoned", "poisoned.jsonl", training={"max_steps": 6})
     done = train(recipe)
     assert done.returncode == 0, done.stderr[-3000:]

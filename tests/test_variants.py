@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from drafts import HIDDEN, make_batch, make_blocks, make_model
 from pydantic import ValidationError
 from small import save_tokenizer, tiny_recipe
+from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
+from specforge.modeling.draft.dflash import DFlashDraftModel
 
 from specforge_dspine.config import DSpineSettings
 from specforge_dspine.curriculum import alignment_beta, replacement_probability
@@ -75,6 +78,39 @@ def test_dflash_is_cross_entropy_over_bidirectional_blocks() -> None:
         model.embed_tokens.weight[model.draft_model.mask_token_id] += 1.0
     after = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
     assert not torch.allclose(before[0, 0, 0], after[0, 0, 0]), "the anchor's slot sees the slots after it"
+
+
+def test_the_baseline_is_specforges_own_dflash() -> None:
+    """The same loss and gradients as ``OnlineDFlashModel`` on the same weights and anchors. Where a mask has a hole
+    they differ on purpose: theirs goes on behind it, ours is the contiguous prefix."""
+    ours = make_model(**DFLASH)
+    config = copy.deepcopy(ours.draft_model.config)
+    config.dflash_config = config.dflash_config | {"attention_mode": "gqa"}
+    draft = DFlashDraftModel(config).double()
+    draft.load_state_dict(ours.draft_model.state_dict())
+    theirs = OnlineDFlashModel(
+        draft,
+        ours.lm_head,
+        ours.embed_tokens,
+        mask_token_id=ours.draft_model.mask_token_id,
+        block_size=int(ours.draft_model.block_size),
+        attention_backend="sdpa",
+        num_anchors=4,
+        loss_decay_gamma=7.0,
+        objective_chunk_blocks=1,
+    )
+    batch, blocks = make_batch(), make_blocks(ANCHORS)
+    theirs._sample_anchor_positions = lambda *_: (blocks.anchors, blocks.keep)
+    _, _, metrics = theirs(batch["input_ids"], batch["hidden_states"], batch["loss_mask"])
+    numerator, denominator = metrics["loss_terms"]
+    loss = ours(**batch, blocks=blocks, beta=0.3)
+    assert torch.allclose(loss.numerator, numerator.double(), rtol=1e-6)
+    assert torch.allclose(loss.denominator, denominator.double(), rtol=1e-6)
+    assert loss.parts["accuracy"][0] == metrics["ratio_metrics"]["acc"][0]
+    loss.numerator.backward()
+    numerator.backward()
+    for (name, mine), other in zip(ours.draft_model.named_parameters(), draft.parameters(), strict=True):
+        assert torch.allclose(mine.grad, other.grad, rtol=1e-5, atol=1e-8), name
 
 
 def test_a_causal_block_does_not_look_ahead() -> None:
