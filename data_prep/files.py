@@ -39,6 +39,11 @@ def to_line(row: Mapping[str, Any] | Sequence[Any]) -> bytes:
     return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
 
 
+def read_jsonl(path: Path) -> list[Any]:
+    """The values of a JSONL file that was written here, all at once."""
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+
 def file_sha256(path: Path) -> str:
     """Hex digest of a file's content."""
     with path.open("rb") as file:

@@ -159,6 +159,10 @@ class Ledger:
         self.db.execute("COMMIT")
         self.db.execute("BEGIN")
 
+    def kept(self) -> Iterator[Any]:
+        """The rows kept so far, in their order, as JSON values."""
+        return (json.loads(line) for (line,) in self.db.execute("SELECT line FROM kept ORDER BY place"))
+
     def counts(self) -> tuple[int, dict[str, int]]:
         """Rows kept, and rows dropped by reason, most first."""
         (kept,) = self.db.execute("SELECT COUNT(*) FROM kept").fetchone()

@@ -2,10 +2,10 @@
 
     python -m specforge_dspine.bench [--device cpu|cuda] [--size small|qwen3_8b] [--dry-run] [--out FILE.json]
 
-Steps, where their time goes, and the objective's peak memory with and without chunks, at SmolLM2-135M's sizes on a
-CPU, at Qwen3-8B's on a GPU. Nothing is downloaded. A section that fails, or finds the budget used up, says so and the
-next one runs; the file is rewritten after each. Goals are notes: the exit status is 1 only where a section failed or
-a check is off.
+Steps, where their time goes, the objective's peak memory with and without chunks, and rounds of decoding; at
+SmolLM2-135M's sizes on a CPU, at Qwen3-8B's on a GPU. Nothing is downloaded. A section that fails, or finds the
+budget used up, says so and the next one runs; the file is rewritten after each. Goals are notes: the exit status is 1
+only where a section failed or a check is off.
 
 On a GPU (`--device cuda --size qwen3_8b`) torch, triton, transformers, safetensors and pydantic are needed, and
 SpecForge's own modules without what it requires: `pip install --no-deps specforge==0.2.0`. There the conformance

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from specforge_dspine.bench_decoding import NEW, PIECES, DecodingBench, RoundPieces
 from specforge_dspine.bench_pieces import (
     Pieces,
     draft_output,
@@ -257,6 +258,37 @@ def attention_section(plan: Plan) -> Section:
     return section
 
 
+def decoding_section(plan: Plan) -> Section:
+    """A sampled round by its pieces, and the cache against refining step by step; all in the same rounds."""
+    section, bench = Section(), plan.bench
+    training = bench.model.draft_model.training
+    taken: list[RoundPieces] = []
+    try:
+        with attention_backend(bench, "sdpa"):  # one block against a long context: no block mask to build
+            rounds = DecodingBench(bench)
+            for _ in range(plan.warmup):
+                rounds.round_in_pieces()
+            for _ in plan.turns(lambda: taken[-1].whole + taken[-1].stepwise):
+                taken.append(rounds.round_in_pieces())
+    finally:
+        bench.model.draft_model.train(training)
+    whole = statistics.median(each.whole for each in taken)
+    note = f"sampled, without the target's forward; context {bench.sizes.sequence}, {NEW} tokens of it new"
+    section.add("round", whole, "s", note)
+    for name in PIECES:
+        seconds = statistics.median(getattr(each, name) for each in taken)
+        section.add(name, seconds, "s", f"{seconds / whole:.0%} of the round")
+    compared = {
+        "step by step ÷ cache and walk": [each.stepwise / (each.cache + each.walk) for each in taken],
+        "refinement (cache and walk) ÷ backbone": [(each.cache + each.walk) / each.backbone for each in taken],
+    }
+    for name, values in compared.items():
+        low, middle, high = spread(values)
+        section.add(name, middle, note=f"quartiles {low:.3f}–{high:.3f}, {len(taken)} rounds")
+    section.raw = {"pieces": [asdict(each) for each in taken]}
+    return section
+
+
 @contextmanager
 def attention_backend(bench: Bench, backend: str) -> Iterator[None]:
     """DSpine's draft with another attention."""
@@ -277,5 +309,6 @@ SECTIONS: dict[str, Callable[[Plan], Section]] = {
     "time": time_section,
     "memory": memory_section,
     "attention": attention_section,
+    "decoding": decoding_section,
 }
 CARD_SECTIONS = frozenset({"conformance", "attention"})  # on a GPU, and in dry runs

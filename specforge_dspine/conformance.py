@@ -25,16 +25,17 @@ from torch import Tensor
 from specforge_dspine.curriculum import alignment_beta, replacement_probability
 from specforge_dspine.decoding import (
     candidates,
-    draft_greedily,
     greedy_walk,
     never_emitted,
     path_probabilities,
+    propose,
     transition_cache,
 )
 from specforge_dspine.distillation import Distil, distil, distil_by_autograd, teacher_distribution
 from specforge_dspine.model import DraftOutput
 from specforge_dspine.objective import cosine_terms, refinement_terms
 from specforge_dspine.rows import Rows, gathered, supervised_rows
+from specforge_dspine.sampling import GREEDY
 from specforge_dspine.transfer import build_transfer_space
 from specforge_dspine.vectors import VectorFileError, Vectors
 
@@ -191,8 +192,9 @@ def decode_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "decode/scores", scores, v["decode/scores"]
     picks = theirs.gather(-1, greedy_walk(scores).unsqueeze(-1)).squeeze(-1)
     yield "decode/greedy", picks, v["decode/greedy"]
-    drafted, _ = draft_greedily(v.draft, v.head, out.hidden[0, 0], out.pre_injection[0, 0], anchor)
-    yield "decode/greedy, with our candidates", drafted, v["decode/greedy"]
+    states = (out.hidden[0, 0], out.pre_injection[0, 0])
+    drafted = propose(v.draft, v.head, *states, anchor, GREEDY, torch.Generator(), refine=True)
+    yield "decode/greedy, with our candidates", drafted.tokens, v["decode/greedy"]
     name = f"decode/path_probs_t{PATH_TEMPERATURE}"
     path = v["decode/path"].clamp(0, scores.shape[-1] - 1)
     yield name, path_probabilities(scores, path, PATH_TEMPERATURE), v[name]

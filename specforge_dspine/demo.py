@@ -11,7 +11,9 @@ Each stage is one of the commands that a user runs, printed as it is run:
     data_prep.inspect     a page that shows what is trained on
     capture               the held-out answers' states, for the evaluation
     train                 the recipe: streamed from a server of its own, exported at the end
-    report                acceptance length with refinement, without it, and of an untrained draft
+    evaluate              acceptance length on the held-out prompts: with refinement, without it, of an untrained
+                          draft, and sampled at temperature 1
+    report                these side by side
 
 Answers already made are kept; training starts anew.
 """
@@ -26,8 +28,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
@@ -39,6 +42,12 @@ SOURCES = ("chatterbot", "reasoning-gym")
 HELDOUT_SHARE = 0.2  # of all prompts, so that both files are full before the small sources end
 SERVERS = 2  # that answer at the same time, one thread each: two cores
 BATCH = 32  # prompts that a server answers together
+EVALUATIONS: dict[str, tuple[object, ...]] = {  # greedy ones replay the answers, the sampled one asks the target
+    "refined": ("--live", 2),
+    "sampled": ("--temperature", 1, "--limit", 8),
+    "unrefined": ("--variant", "unrefined"),
+    "untrained": ("--variant", "untrained", "--limit", 16),  # it gets nothing right, and it takes no more to see
+}
 
 
 class StageFailed(RuntimeError):
@@ -51,6 +60,7 @@ class Stages:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.running: set[subprocess.Popen[bytes]] = set()
+        self.ended = False
 
     def __enter__(self) -> Stages:
         return self
@@ -59,22 +69,26 @@ class Stages:
         self.end()
 
     def end(self) -> None:
-        """End the commands that are running."""
+        """End the commands that are running; none starts any more."""
+        self.ended = True
         for process in list(self.running):
             process.terminate()  # a stage ends its own servers and says how to continue
             process.wait()
 
-    def run(self, module: str, *arguments: object, name: str | None = None) -> None:
-        """``python -m module arguments``.
+    def run(self, module: str, *arguments: object, name: str | None = None, threads: int | None = None) -> None:
+        """``python -m module arguments``; on so many ``threads``, None: as torch likes.
 
         Raises:
-            StageFailed: it ended with an error.
+            StageFailed: it ended with an error, or all were ended.
         """
+        if self.ended:
+            raise StageFailed(f"python -m {module} was not started")
         words = [module, *map(str, arguments)]
         print(f"\n$ python -m {shlex.join(words)}", flush=True)
         started = time.monotonic()
         # Idle threads that spin take the cores from the server beside them.
-        process = subprocess.Popen([sys.executable, "-m", *words], env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        process = subprocess.Popen([sys.executable, "-m", *words], env=os.environ | environment)
         self.running.add(process)
         code = process.wait()
         self.running.discard(process)
@@ -132,25 +146,43 @@ def demo(
                 *("--out", out / "heldout"),
             )
 
-        with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(regenerate, "train"), pool.submit(prepare_heldout)]
-            try:
-                for done in waiting:
-                    done.result()
-            except BaseException:
-                stages.end()  # else leaving the pool waits for them
-                raise
+        together(stages, [partial(regenerate, "train"), prepare_heldout])
     stages.run(
         "data_prep.inspect",
         *("--input", samples["train"], "--output", out / "samples.html", "--target", target, "--show", 2),
     )
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
     stages.run("specforge_dspine.train", "--recipe", recipe_path, f"data.prompts_path={samples['train']}")
+    shutil.rmtree(out / "evaluation", ignore_errors=True)
+    together(stages, [partial(evaluate, stages, recipe, out, new_tokens, name) for name in EVALUATIONS])
+    folders = [f"{name}={out / 'evaluation' / name}" for name in EVALUATIONS]
+    stages.run("specforge_dspine.report", "--evaluations", *folders, "--run", recipe.run_dir, "--out", out)
+
+
+def evaluate(stages: Stages, recipe: Recipe, out: Path, new_tokens: int, name: str) -> None:
+    """One of ``EVALUATIONS`` of the exported draft."""
     stages.run(
-        "specforge_dspine.report",
-        *("--draft", recipe.run_dir / "export" / "sglang", "--target", target, "--features", out / "heldout"),
-        *("--run", recipe.run_dir, "--out", out),
+        "specforge_dspine.evaluate",
+        *("--draft", recipe.run_dir / "export" / "sglang", "--target", recipe.host.model.target_model_path),
+        *("--sets", f"captured={out / 'heldout'}", "--max-new-tokens", new_tokens, *EVALUATIONS[name]),
+        *("--out", out / "evaluation" / name),
+        name=f"evaluate {name}",
+        threads=1,  # two at a time, on two cores
     )
+
+
+def together(stages: Stages, jobs: Sequence[Callable[[], None]]) -> None:
+    """Run ``jobs``, two at a time; if one fails, the others end."""
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(job) for job in jobs]
+        try:
+            for done in waiting:
+                done.result()
+        except BaseException:
+            for job in waiting:
+                job.cancel()
+            stages.end()  # else leaving the pool waits for them
+            raise
 
 
 @contextlib.contextmanager

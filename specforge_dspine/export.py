@@ -40,7 +40,7 @@ from specforge_dspine.formats import (
     without_readouts,
 )
 from specforge_dspine.model import DSpineDraftModel
-from specforge_dspine.reference import read_json, read_reference, read_tensors
+from specforge_dspine.reference import read_dflash, read_json, read_reference, read_tensors
 from specforge_dspine.version import VERSION
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -180,7 +180,20 @@ def load_draft(folder: Path, *, attention: str = "sdpa") -> DSpineDraftModel:
     Raises:
         CheckpointError: as ``read_checkpoint``.
     """
-    tensors, config = read_checkpoint(folder)
+    return built(*read_checkpoint(folder), attention)
+
+
+def load_dflash(folder: Path, emittable: tuple[list[int], int]) -> DSpineDraftModel:
+    """A DFlash draft that is not ours (``reference.read_dflash``), in eval mode, in the dtype of its weights.
+
+    Raises:
+        CheckpointError: as ``read_dflash``.
+    """
+    return built(*read_dflash(folder, emittable), "sdpa")
+
+
+def built(tensors: dict[str, Tensor], config: Qwen3Config, attention: str) -> DSpineDraftModel:
+    """The draft of these tensors and this config, in eval mode and in the tensors' dtype."""
     config._attn_implementation = attention
     draft = DSpineDraftModel(config).to(tensors["fc.weight"].dtype)
     draft.load_state_dict(tensors, strict=True)

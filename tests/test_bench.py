@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specforge_dspine import bench_sections
 from specforge_dspine.bench import main
+from specforge_dspine.bench_decoding import PIECES, DecodingBench
 from specforge_dspine.bench_pieces import draft_output, objective_peak
 from specforge_dspine.bench_sections import SECTIONS
 from specforge_dspine.bench_steps import SIZES, Bench
@@ -75,6 +76,24 @@ def test_the_pieces_tell_every_part_of_the_objective(report: dict[str, Any]) -> 
     kinds = report["sections"]["time"]["raw"]["objective"]
     assert {"vocabulary products", "vocabulary softmaxes and sums", "refinement", "alignment"} < kinds.keys()
     assert values(report, "time")["supervised rows"] <= 64 * 4
+
+
+def test_a_round_of_decoding_is_split_and_the_cache_compared(report: dict[str, Any]) -> None:
+    quantities = values(report, "decoding")
+    pieces = report["sections"]["decoding"]["raw"]["pieces"]
+    assert len(pieces) == 2 and set(pieces[0]) == {*PIECES, "stepwise"}
+    assert quantities["round"] == pytest.approx(sum(sum(each[name] for name in PIECES) for each in pieces) / 2)
+    ratios = [each["stepwise"] / (each["cache"] + each["walk"]) for each in pieces]
+    assert quantities["step by step ÷ cache and walk"] == pytest.approx(sum(ratios) / 2)
+
+
+def test_rounds_of_the_benchmark_start_from_the_same_context() -> None:
+    bench = Bench(SIZES["toy"], CPU, "sdpa")
+    bench.build_transfer_space()
+    rounds = DecodingBench(bench)
+    for _ in range(3):
+        rounds.round_in_pieces()
+        assert rounds.drafter.context.get_seq_length() == SIZES["toy"].sequence
 
 
 def test_a_used_up_budget_stops_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
