@@ -201,7 +201,7 @@ def perform(
     Raises:
         StageFailed: one of the two failed.
     """
-    threads = max(1, (os.cpu_count() or 1) // options.at_once)
+    threads = options.threads or max(1, (os.cpu_count() or 1) // options.at_once)
     place.folder.mkdir(parents=True, exist_ok=True)
     if not place.trained:
         began = time.monotonic()
@@ -263,8 +263,9 @@ def main(argv: list[str] | None = None) -> int:
         "--at-once",
         type=int,
         default=1 if torch.cuda.is_available() else 2,
-        help="runs at a time (default: 2, on GPUs 1); the cores are shared between them",
+        help="runs at a time (default: 2, on GPUs 1)",
     )
+    parser.add_argument("--threads", type=int, metavar="N", help="of each run (default: its share of the cores)")
     options = parser.parse_args(argv)
     if options.at_once < 1:
         parser.error(f"--at-once {options.at_once}: must be at least 1")

@@ -1,6 +1,6 @@
 """The report of an ablation: tables, orderings with their intervals, pictures.
 
-    python -m specforge_dspine.ablation_report --ablation runs/ablation [--out DIR]
+    python -m specforge_dspine.ablation_report --ablation runs/ablation [--out DIR] [--note TEXT]
 
 Reads what ``specforge_dspine.ablate`` has finished so far, and writes ablation.md, ablation.json (every number, no
 tokens) and pictures into ``--out`` (default: the ablation's folder). Runs that are not finished are named and left
@@ -267,7 +267,7 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
     sets = ", ".join(f"{name} ({each['prompts']} prompts)" for name, each in inputs["sets"].items())
     lines = [
         "# Ablation",
-        "",
+        *("", *([report["note"], ""] if report["note"] else [])),
         f"Every variant trained with the seeds {', '.join(map(str, seeds))} for "
         f"{' or '.join(map(str, steps))} optimizer steps of {training['batch_size']} × {training['num_anchors']} "
         f"anchors, on {inputs['data'].split(',')[0]}; L = {shape['num_hidden_layers']}, B = {shape['block_size']}, "
@@ -301,13 +301,13 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def make_report(folder: Path, out: Path) -> dict[str, Any]:
-    """Write the report of the ablation in ``folder`` into ``out``.
+def make_report(folder: Path, out: Path, note: str = "") -> dict[str, Any]:
+    """Write the report of the ablation in ``folder`` into ``out``; its first words are the ``note``.
 
     Raises:
         ValueError: as ``gather``.
     """
-    report = gather(folder)
+    report = {"note": note} | gather(folder)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "ablation.json", report)
     pictures = draw_all(report, out)
@@ -325,10 +325,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--ablation", type=Path, required=True, help="--out of specforge_dspine.ablate")
     parser.add_argument("--out", type=Path, help="default: the same folder")
+    parser.add_argument("--note", default="", help="first words of the page: what made it, and beside what")
     args = parser.parse_args(argv)
     out = args.out or args.ablation
     try:
-        report = make_report(args.ablation, out)
+        report = make_report(args.ablation, out, args.note)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
