@@ -94,9 +94,9 @@ def curve(lines: Sequence[dict[str, float]], name: str) -> dict[str, float]:
     return {str(step): value for step, value in points.items()}
 
 
-def seconds_per_step(lines: Sequence[dict[str, float]]) -> list[float]:
-    """What SpecForge measured between two logged steps; the first holds the start."""
-    return [line["perf/optimizer_step_time_s"] for line in lines[1:]]
+def median_seconds(lines: Sequence[dict[str, float]]) -> float:
+    """Of an optimizer step, as SpecForge measured it between two logged ones; the first holds the start."""
+    return float(np.median([line["perf/optimizer_step_time_s"] for line in lines[1:]]))
 
 
 def variant_entry(places: Sequence[Place], traces: dict[str, list[list[Trace]]], counts: Counts) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def variant_entry(places: Sequence[Place], traces: dict[str, list[list[Trace]]],
     proposals = len(traces[next(iter(traces))][0][0].rounds[0].proposed)
     pooled = [[trace for each in traces.values() for trace in each[seed]] for seed in seeds]
     lines = [logged(place) for place in places]
-    seconds = [seconds_per_step(each) for each in lines]
+    medians = [median_seconds(each) for each in lines]
     found = taus(counts)
     return {
         "seeds": [place.seed for place in places],
@@ -114,10 +114,7 @@ def variant_entry(places: Sequence[Place], traces: dict[str, list[list[Trace]]],
         "rounds": int(sum(each[..., 1].sum() for each in counts.values())),
         "acceptance_by_position": [acceptance_by_position(each, proposals) for each in pooled],
         "steps": int(lines[0][-1]["step"]),
-        "seconds_per_step": {
-            "quartiles": np.quantile(np.concatenate(seconds), [0.25, 0.5, 0.75]).tolist(),
-            "per_seed_median": [float(np.median(each)) for each in seconds],
-        },
+        "seconds_per_step": {"least_median": min(medians), "per_seed_median": medians},
         "curves": {name: [curve(each, name) for each in lines] for name in LABELS},
     }
 
@@ -241,15 +238,15 @@ def ordering_table(report: dict[str, Any]) -> list[str]:
 def cost_table(report: dict[str, Any]) -> list[str]:
     """Seconds per optimizer step."""
     lines = [
-        row("variant", "median s/step", "quartiles", "each seed's median", "÷ full"),
-        row(*["---"] * 5),
+        row("variant", "s/step", "÷ full", "each seed"),
+        row(*["---"] * 4),
     ]
     full = report["variants"].get("full")
     for name, entry in report["variants"].items():
-        low, median, high = entry["seconds_per_step"]["quartiles"]
+        least = entry["seconds_per_step"]["least_median"]
         seeds = " ".join(f"{each:.2f}" for each in entry["seconds_per_step"]["per_seed_median"])
-        ratio = f"{median / full['seconds_per_step']['quartiles'][1]:.2f}" if full else ""
-        lines.append(row(name, f"{median:.2f}", f"{low:.2f} … {high:.2f}", seeds, ratio))
+        ratio = f"{least / full['seconds_per_step']['least_median']:.2f}" if full else ""
+        lines.append(row(name, f"{least:.2f}", ratio, seeds))
     return lines
 
 
@@ -261,7 +258,7 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
     steps = sorted({entry["steps"] for entry in report["variants"].values()})
     shape = next(iter(inputs["variants"].values()))
     machines = "; ".join(
-        f"{each['processor']}, {each['at_once']} run(s) side by side, {each['threads']} thread(s) each"
+        f"{each['processor']}, runs side by side: {each['at_once']}, threads of each: {each['threads']}"
         for each in report["machine"]
     )
     sets = ", ".join(f"{name} ({each['prompts']} prompts)" for name, each in inputs["sets"].items())
@@ -270,11 +267,11 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
         *("", *([report["note"], ""] if report["note"] else [])),
         f"Every variant trained with the seeds {', '.join(map(str, seeds))} for "
         f"{' or '.join(map(str, steps))} optimizer steps of {training['batch_size']} × {training['num_anchors']} "
-        f"anchors, on {inputs['data'].split(',')[0]}; L = {shape['num_hidden_layers']}, B = {shape['block_size']}, "
+        f"anchors, on {inputs['data'].partition(' of ')[0]}; L = {shape['num_hidden_layers']}, B = {shape['block_size']}, "
         f"K = {shape['top_k']}, {recipe['model']['torch_dtype']}. τ is answer tokens per round, greedy, at most "
         f"{inputs['max_new_tokens']} tokens an answer; sets: {sets}. Machine: {machines}.",
         "",
-        f"Intervals are 95 %: {report['interval']}. {len(seeds)} seeds are few, so each seed's value is listed, and "
+        f"Intervals are 95 %: {report['interval']}. Seeds are few, so each one's value is listed, and "
         'an ordering "shows" only if its interval leaves 0 out and every seed agrees; "reversed" is the same with '
         'the other sign; everything else is "not resolved".',
     ]
@@ -291,7 +288,8 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
         lines += ["", f"The last column: {PAPER_LABEL}; {' / '.join(PAPER_SETS)}."]
     lines += [
         *("", "## Cost of a step", ""),
-        f"As measured while the runs trained: {machines}. Other work on the machine is in these times.",
+        f"Median seconds of an optimizer step, as measured while the runs trained: {machines}. Other work on the "
+        "machine only ever adds to it, so the first column is the least of the seeds' medians.",
         *("", *cost_table(report)),
         *("", "## Pictures", ""),
         "Curves are means over twentieths of the training; the line is the seeds' mean, the band their range. While "
