@@ -21,7 +21,18 @@ import numpy as np
 from data_prep.files import read_jsonl, replacing
 from specforge_dspine.ablate import INPUTS, SPEED, Place
 from specforge_dspine.ablation_figures import LABELS, draw_all
-from specforge_dspine.ablation_statistics import Counts, Tau, count, differences, smoothed, taus, verdict
+from specforge_dspine.ablation_statistics import (
+    REVERSED,
+    SHOWS,
+    UNRESOLVED,
+    Counts,
+    Tau,
+    count,
+    differences,
+    smoothed,
+    taus,
+    verdict,
+)
 from specforge_dspine.acceptance import acceptance_by_position
 from specforge_dspine.evaluate import ROUNDS, traces_of
 from specforge_dspine.metrics import METRICS_FILE
@@ -285,8 +296,17 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
             lines += ["", f"## {title}", "", *tau_table(report, present)]
             shown |= set(present)
     if report["orderings"]:
-        lines += ["", "## Do the paper's orderings show?", "", *ordering_table(report)]
-        lines += ["", f"The last column: {PAPER_LABEL}; {' / '.join(PAPER_SETS)}."]
+        lines += ["", "## Do the paper's orderings show?", ""]
+        for word in (SHOWS, REVERSED, UNRESOLVED):
+            named = [f"{each['above']} > {each['below']}" for each in report["orderings"] if each["verdict"] == word]
+            lines += [f"* {word}: {', '.join(named)}"] if named else []
+        lines += ["", *ordering_table(report)]
+        intervals = len(report["orderings"]) * (len(inputs["sets"]) + 1)
+        lines += [
+            "",
+            f"The last column: {PAPER_LABEL}; {' / '.join(PAPER_SETS)}. Of {intervals} intervals of 95 % about "
+            f"{round(0.05 * intervals)} may miss by chance; the bold verdicts are the ones to go by.",
+        ]
     lines += [
         *("", "## Cost of a step", ""),
         f"Median seconds of an optimizer step, as measured while the runs trained: {machines}. Other work on the "

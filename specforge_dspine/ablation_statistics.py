@@ -103,8 +103,10 @@ def differences(a: Counts, b: Counts) -> dict[str, Tau]:
 
 
 def verdict(difference: Tau) -> str:
-    """Is a above b? Its interval has to leave 0 out, and every seed has to agree."""
+    """Is a above b? Its interval has to leave 0 out, and every seed has to agree, of at least two."""
     low, high = difference.interval
+    if len(difference.per_seed) < 2:
+        return UNRESOLVED
     if low > 0 and min(difference.per_seed) > 0:
         return SHOWS
     if high < 0 and max(difference.per_seed) < 0:
