@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from data_prep.chat import check_template
+from data_prep.chat import THINKING, check_template
 from data_prep.files import read_jsonl
 from data_prep.ledger import Ledger
 from specforge_dspine.acceptance import over_sets, summary
@@ -52,7 +52,6 @@ from specforge_dspine.vocabulary import emittable
 
 ROUNDS, RESULT = "rounds.jsonl", "result.json"
 VARIANTS = ("draft", "unrefined", "untrained")
-THINKING = {"on": True, "off": False, "none": None}
 SKIPS_SHOWN = 5  # of a set, on the screen; result.json has all
 
 
