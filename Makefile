@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup demo demo-long bench bench-gpu bench-data test test-fast test-slow check clean
+.PHONY: setup demo demo-long ablation bench bench-gpu bench-data test test-fast test-slow check clean
 
 setup: $(READY)
 
@@ -25,6 +25,19 @@ demo: $(READY)
 # The same with a longer recipe: more prompts, more steps, three layers.
 demo-long: $(READY)
 	$(BIN)/python -m specforge_dspine.demo --recipe recipes/smollm2_cpu_long.yaml --out runs/demo-long --prompts 600
+
+# Seven variants with three seeds each on the same captured features, and a report: about two hours on two quiet cores.
+# The same command continues what was stopped.
+ABLATION := runs/ablation
+ABLATION_RECIPE := recipes/smollm2_cpu_ablation.yaml
+ABLATION_SETS := heldout mt-bench human-eval
+ablation: $(ABLATION)/data/seconds.json
+	$(BIN)/python -m specforge_dspine.ablate --recipe $(ABLATION_RECIPE) --out $(ABLATION) \
+		--sets $(ABLATION_SETS:%=captured=$(ABLATION)/data/%) --max-new-tokens 64 --limit 24
+
+$(ABLATION)/data/seconds.json: | $(READY)
+	$(BIN)/python -m specforge_dspine.preparation --recipe $(ABLATION_RECIPE) --out $(ABLATION)/data --prompts 400 \
+		--benchmarks mt-bench human-eval --capture train $(ABLATION_SETS)
 
 # A training step against SpecForge's own, and the objective's memory. About four minutes; keep the machine quiet.
 bench: $(READY)

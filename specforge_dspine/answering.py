@@ -183,7 +183,8 @@ class Answering:
         taps = record["hidden_states"][0].to(self.target.device)
         length = min(len(ids) - start, self.settings.max_new_tokens)
         known = CapturedAnswer(ids, taps, len(self.target.head))
-        drafter = Anticipated(self.drafter, ids[: start + length], taps, start)
+        end = start + length
+        drafter = Anticipated(self.drafter, ids[:end], taps[:end], start)
         trace = self._decode(known, 0.0, prompt.name, question, 0, length, drafter)
         if live:
             real = self._decode(self.target.live(question), 0.0, prompt.name, question, 0, length)

@@ -79,7 +79,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     target = TargetIdentity.from_config(str(options.target), draft.target_layer_ids, dtype_of(draft))
     check_pair(draft, target)
     for each in sets:
-        if each.name == "captured":
+        if each.captured:
             check_features(Path(each.source), target)
         else:
             check_template(tokenizer, settings.thinking)

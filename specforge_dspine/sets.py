@@ -5,7 +5,8 @@
     NAME=FILE        one of these from a file or folder that data_prep reads (.jsonl, .json, .parquet, packed or not)
     arithmetic       word problems that reasoning-gym makes; from seeds that data_prep does not use
     prompts=FILE     conversations of data_prep.prompts
-    captured=DIR     features of specforge_dspine.capture: the target's greedy answers and its states over them
+    captured=DIR     features of specforge_dspine.capture: the target's greedy answers and its states over them; the
+                     set is called as the folder is
 
 An entry is one prompt of one or more user turns. An entry that is none is skipped, and named with its line.
 """
@@ -92,6 +93,11 @@ class EvaluationSet:
     skipped: tuple[dict[str, Any], ...] = ()
     instruction: str = "{question}"
 
+    @property
+    def captured(self) -> bool:
+        """Whether it holds recorded answers."""
+        return self.prompts[0].record is not None
+
     def sha256(self) -> str:
         """Hash over the prompts' content (names of records are hashes of theirs)."""
         texts = json.dumps([[prompt.name, prompt.system, *prompt.turns] for prompt in self.prompts])
@@ -119,6 +125,7 @@ def open_set(spec: str, limit: int | None = None) -> EvaluationSet:
         found = collect(entries, conversation, limit)
     elif name == "captured" and place:
         source, found = str(path), (tuple(islice(records(path), limit)), ())
+        name = path.resolve().name
     else:
         raise SetError(f"set {spec!r} is unknown: use {SYNTAX}")
     prompts, skipped = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -9,10 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 
 class StageFailed(RuntimeError):
-    """A command ended with an error, which it has printed itself."""
+    """A command ended with an error, which it has printed itself, or its log holds."""
 
 
 class Stages:
@@ -36,8 +38,16 @@ class Stages:
             process.terminate()  # a stage ends its own servers and says how to continue
             process.wait()
 
-    def run(self, module: str, *arguments: object, name: str | None = None, threads: int | None = None) -> None:
-        """``python -m module arguments``; on so many ``threads``, None: as torch likes.
+    def run(
+        self,
+        module: str,
+        *arguments: object,
+        name: str | None = None,
+        threads: int | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """``python -m module arguments``; on so many ``threads``, None: as torch likes. What it prints goes to the
+        end of the file ``log``, None: where ours goes.
 
         Raises:
             StageFailed: it ended with an error, or all were ended.
@@ -45,17 +55,28 @@ class Stages:
         if self.ended:
             raise StageFailed(f"python -m {module} was not started")
         words = [module, *map(str, arguments)]
-        print(f"\n$ python -m {shlex.join(words)}", flush=True)
+        to = f" >> {shlex.quote(str(log))} 2>&1" if log else ""
+        print(f"\n$ python -m {shlex.join(words)}{to}", flush=True)
         started = time.monotonic()
         # Idle threads that spin take the cores from the server beside them.
         environment = {"OMP_WAIT_POLICY": "PASSIVE"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-        process = subprocess.Popen([sys.executable, "-m", *words], env=os.environ | environment)
+        with open(log, "ab") if log else contextlib.nullcontext() as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *words], env=os.environ | environment, stdout=stream, stderr=stream
+            )
         self.running.add(process)
         code = process.wait()
         self.running.discard(process)
         if code:
-            raise StageFailed(f"python -m {module} ended with status {code}")
+            said = f"; {log} ends with: {last_line(log)}" if log else ""
+            raise StageFailed(f"python -m {module} ended with status {code}{said}")
         self.seconds[name or module] = round(time.monotonic() - started, 1)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
 
 
 def together(stages: Stages, jobs: Sequence[Callable[[], None]], at_once: int = 2) -> None:

@@ -1,0 +1,345 @@
+"""The report of an ablation: tables, orderings with their intervals, pictures.
+
+    python -m specforge_dspine.ablation_report --ablation runs/ablation [--out DIR] [--note TEXT]
+
+Reads what ``specforge_dspine.ablate`` has finished so far, and writes ablation.md, ablation.json (every number, no
+tokens) and pictures into ``--out`` (default: the ablation's folder). Runs that are not finished are named and left
+out. The paper's own numbers stand beside ours and say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.files import read_jsonl, replacing
+from specforge_dspine.ablate import INPUTS, SPEED, Place
+from specforge_dspine.ablation_figures import LABELS, draw_all
+from specforge_dspine.ablation_statistics import Counts, Tau, count, differences, smoothed, taus, verdict
+from specforge_dspine.acceptance import acceptance_by_position
+from specforge_dspine.evaluate import ROUNDS, traces_of
+from specforge_dspine.metrics import METRICS_FILE
+from specforge_dspine.reference import read_json
+from specforge_dspine.rounds import Trace
+from specforge_dspine.rundir import write_json
+
+BINS = 20  # of a curve
+TABLES = {
+    "Table 2: what the parts add": ("full", "no-refinement", "no-injection", "dflash"),
+    "Table 3: layer supervision of a plain DFlash backbone": ("dflash-none", "dflash-ce", "dflash-cosine"),
+}
+ORDERINGS = (
+    ("full", "no-refinement"),
+    ("no-refinement", "no-injection"),
+    ("no-injection", "dflash"),
+    ("full", "dflash"),
+    ("dflash-cosine", "dflash-none"),
+    ("dflash-none", "dflash-ce"),
+    ("dflash-cosine", "dflash-ce"),
+)
+PAPER_SETS = ("MATH-500", "MBPP", "MT-Bench")
+PAPER = {
+    "full": (5.49, 4.98, 4.11),
+    "no-refinement": (5.11, 4.65, 3.82),
+    "no-injection": (4.93, 4.54, 3.67),
+    "dflash-none": (3.75, 3.48, 2.91),
+    "dflash-ce": (3.67, 3.40, 2.84),
+    "dflash-cosine": (3.85, 3.63, 2.99),
+}
+PAPER_LABEL = "paper, Qwen3-8B, other data and budget"
+
+
+def finished(folder: Path) -> tuple[dict[str, list[Place]], list[str]]:
+    """The finished runs of each variant, by seed, and the names of others.
+
+    Raises:
+        ValueError: ``folder`` holds no ablation.
+    """
+    if not (folder / INPUTS).is_file():
+        raise ValueError(f"{folder} holds no {INPUTS}: is it the --out of specforge_dspine.ablate?")
+    runs: dict[str, list[Place]] = {}
+    others = []
+    for variant in read_json(folder / INPUTS)["variants"]:
+        seeds = sorted(int(path.name.removeprefix("seed")) for path in (folder / variant).glob("seed*"))
+        for place in (Place(folder, variant, seed) for seed in seeds):
+            if place.evaluated:
+                runs.setdefault(variant, []).append(place)
+            else:
+                others.append(str(place))
+    return runs, others
+
+
+def answers(places: Sequence[Place]) -> dict[str, list[list[Trace]]]:
+    """The greedy answers of several seeds, by set."""
+    found = [traces_of(read_jsonl(place.evaluation / ROUNDS), 0.0) for place in places]
+    return {name: [each[name] for each in found] for name in found[0]}
+
+
+def logged(place: Place) -> list[dict[str, float]]:
+    """The logged steps of a run."""
+    lines = (place.run / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    return [values for values in map(json.loads, lines) if "loss" in values]  # others: held-out samples
+
+
+def curve(lines: Sequence[dict[str, float]], name: str) -> dict[str, float]:
+    """A metric over the steps; τ is the one of the output that decoding uses."""
+    used = f"refined_{name}" if name == "tau" and f"refined_{name}" in lines[0] else name
+    points = smoothed([int(line["step"]) for line in lines], [line[used] for line in lines], BINS)
+    return {str(step): value for step, value in points.items()}
+
+
+def median_seconds(lines: Sequence[dict[str, float]]) -> float:
+    """Of an optimizer step, as SpecForge measured it between two logged ones; the first holds the start."""
+    return float(np.median([line["perf/optimizer_step_time_s"] for line in lines[1:]]))
+
+
+def variant_entry(places: Sequence[Place], traces: dict[str, list[list[Trace]]], counts: Counts) -> dict[str, Any]:
+    """What the report says of one variant."""
+    seeds = range(len(places))
+    proposals = len(traces[next(iter(traces))][0][0].rounds[0].proposed)
+    pooled = [[trace for each in traces.values() for trace in each[seed]] for seed in seeds]
+    lines = [logged(place) for place in places]
+    medians = [median_seconds(each) for each in lines]
+    found = taus(counts)
+    return {
+        "seeds": [place.seed for place in places],
+        "tau": {name: each.to_json() for name, each in found.items() if name},
+        "tau_mean_over_sets": found[""].to_json(),
+        "rounds": int(sum(each[..., 1].sum() for each in counts.values())),
+        "acceptance_by_position": [acceptance_by_position(each, proposals) for each in pooled],
+        "steps": int(lines[0][-1]["step"]),
+        "seconds_per_step": {"least_median": min(medians), "per_seed_median": medians},
+        "curves": {name: [curve(each, name) for each in lines] for name in LABELS},
+    }
+
+
+def comparison(above: str, below: str, a: dict[int, Counts], b: dict[int, Counts]) -> dict[str, Any]:
+    """Whether ``above`` really is above ``below``, on the seeds that both have."""
+    seeds = sorted(a.keys() & b.keys())
+    both = [{name: np.concatenate([own[seed][name] for seed in seeds]) for name in own[seeds[0]]} for own in (a, b)]
+    found = differences(*both)
+    entry: dict[str, Any] = {
+        "above": above,
+        "below": below,
+        "seeds": seeds,
+        "difference": found[""].to_json(),
+        "by_set": {name: each.to_json() | {"verdict": verdict(each)} for name, each in found.items() if name},
+        "verdict": verdict(found[""]),
+    }
+    if above in PAPER and below in PAPER:
+        pairs = zip(PAPER_SETS, PAPER[above], PAPER[below], strict=True)
+        entry["paper"] = {name: round(mine - other, 2) for name, mine, other in pairs}
+    return entry
+
+
+def gather(folder: Path) -> dict[str, Any]:
+    """What ablation.json holds.
+
+    Raises:
+        ValueError: there is no ablation, no finished run in it, or runs that cannot be compared.
+    """
+    runs, others = finished(folder)
+    if not runs:
+        raise ValueError(f"no run of {folder} is finished; the ablation's command continues it")
+    entries, counts = {}, {}
+    for variant, places in runs.items():
+        traces = answers(places)
+        of_seeds = {name: count(each) for name, each in traces.items()}
+        entries[variant] = variant_entry(places, traces, of_seeds)
+        counts[variant] = {
+            place.seed: {name: each[k : k + 1] for name, each in of_seeds.items()} for k, place in enumerate(places)
+        }
+    orderings = [(a, b) for a, b in ORDERINGS if a in runs and b in runs and counts[a].keys() & counts[b].keys()]
+    speeds = {json.dumps(read_json(place.folder / SPEED)) for places in runs.values() for place in places}
+    return {
+        "inputs": read_json(folder / INPUTS),
+        "not_finished": others,
+        "interval": "bootstrap over prompts and seeds, 10000 resamples, paired between variants",
+        "machine": [json.loads(each) for each in sorted(speeds)],
+        "variants": entries,
+        "orderings": [comparison(a, b, counts[a], counts[b]) for a, b in orderings],
+        "paper": {"label": PAPER_LABEL, "sets": PAPER_SETS, "tau": {n: PAPER[n] for n in runs if n in PAPER}},
+    }
+
+
+def interval(low_high: Sequence[float], sign: str = "") -> str:
+    """``low … high``."""
+    return " … ".join(f"{each:{sign}.3f}" for each in low_high)
+
+
+def row(*cells: object) -> str:
+    """A line of a Markdown table."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def tau_table(report: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """τ of some variants, set by set, with the paper's beside them."""
+    sets = list(report["inputs"]["sets"])
+    lines = [
+        row(
+            "variant", *sets, "mean over sets", "95 %", "each seed's mean", f"{PAPER_LABEL}: {' / '.join(PAPER_SETS)}"
+        ),
+        row(*["---"] * (len(sets) + 5)),
+    ]
+    for name in names:
+        entry = report["variants"][name]
+        mean = entry["tau_mean_over_sets"]
+        cells = [
+            f"{entry['tau'][each]['value']:.3f} ({interval(entry['tau'][each]['interval_95'])})" for each in sets
+        ]
+        seeds = " ".join(f"{each:.3f}" for each in mean["per_seed"])
+        paper = " / ".join(f"{each:.2f}" for each in PAPER[name]) if name in PAPER else "not given"
+        lines.append(row(name, *cells, f"**{mean['value']:.3f}**", interval(mean["interval_95"]), seeds, paper))
+    return lines
+
+
+def ordering_table(report: dict[str, Any]) -> list[str]:
+    """The orderings: difference, interval, seeds, verdict."""
+    sets = list(report["inputs"]["sets"])
+    lines = [
+        row(
+            "ordering",
+            "Δτ, mean over sets",
+            "95 %",
+            "each seed",
+            "verdict",
+            *(f"Δτ {each}" for each in sets),
+            "paper",
+        ),
+        row(*["---"] * (len(sets) + 6)),
+    ]
+    for entry in report["orderings"]:
+        found = entry["difference"]
+        by_set = [
+            f"{each['value']:+.3f} ({interval(each['interval_95'], '+')}), {each['verdict']}"
+            for each in (entry["by_set"][name] for name in sets)
+        ]
+        paper = " / ".join(f"{each:+.2f}" for each in entry["paper"].values()) if "paper" in entry else "not given"
+        lines.append(
+            row(
+                f"{entry['above']} > {entry['below']}",
+                f"{found['value']:+.3f}",
+                interval(found["interval_95"], "+"),
+                " ".join(f"{each:+.3f}" for each in found["per_seed"]),
+                f"**{entry['verdict']}**",
+                *by_set,
+                paper,
+            )
+        )
+    return lines
+
+
+def cost_table(report: dict[str, Any]) -> list[str]:
+    """Seconds per optimizer step."""
+    lines = [
+        row("variant", "s/step", "÷ full", "each seed"),
+        row(*["---"] * 4),
+    ]
+    full = report["variants"].get("full")
+    for name, entry in report["variants"].items():
+        least = entry["seconds_per_step"]["least_median"]
+        seeds = " ".join(f"{each:.2f}" for each in entry["seconds_per_step"]["per_seed_median"])
+        ratio = f"{least / full['seconds_per_step']['least_median']:.2f}" if full else ""
+        lines.append(row(name, f"{least:.2f}", ratio, seeds))
+    return lines
+
+
+def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
+    """ablation.md."""
+    inputs = report["inputs"]
+    recipe, training = inputs["recipe"], inputs["recipe"]["training"]
+    seeds = sorted({seed for entry in report["variants"].values() for seed in entry["seeds"]})
+    steps = sorted({entry["steps"] for entry in report["variants"].values()})
+    shape = next(iter(inputs["variants"].values()))
+    machines = "; ".join(
+        f"{each['processor']}, runs side by side: {each['at_once']}, threads of each: {each['threads']}"
+        for each in report["machine"]
+    )
+    sets = ", ".join(f"{name} ({each['prompts']} prompts)" for name, each in inputs["sets"].items())
+    lines = [
+        "# Ablation",
+        *("", *([report["note"], ""] if report["note"] else [])),
+        f"Every variant trained with the seeds {', '.join(map(str, seeds))} for "
+        f"{' or '.join(map(str, steps))} optimizer steps of {training['batch_size']} × {training['num_anchors']} "
+        f"anchors, on {inputs['data'].partition(' of ')[0]}; L = {shape['num_hidden_layers']}, B = {shape['block_size']}, "
+        f"K = {shape['top_k']}, {recipe['model']['torch_dtype']}. τ is answer tokens per round, greedy, at most "
+        f"{inputs['max_new_tokens']} tokens an answer; sets: {sets}. Machine: {machines}.",
+        "",
+        f"Intervals are 95 %: {report['interval']}. Seeds are few, so each one's value is listed, and "
+        'an ordering "shows" only if its interval leaves 0 out and every seed agrees; "reversed" is the same with '
+        'the other sign; everything else is "not resolved".',
+    ]
+    if report["not_finished"]:
+        lines += ["", f"Not finished, and left out: {'; '.join(report['not_finished'])}."]
+    shown: set[str] = set()
+    others = tuple(name for name in report["variants"] if not any(name in names for names in TABLES.values()))
+    for title, names in (TABLES | {"Other variants": others}).items():
+        if present := [name for name in names if name in report["variants"]]:
+            lines += ["", f"## {title}", "", *tau_table(report, present)]
+            shown |= set(present)
+    if report["orderings"]:
+        lines += ["", "## Do the paper's orderings show?", "", *ordering_table(report)]
+        lines += ["", f"The last column: {PAPER_LABEL}; {' / '.join(PAPER_SETS)}."]
+    lines += [
+        *("", "## Cost of a step", ""),
+        f"Median seconds of an optimizer step, as measured while the runs trained: {machines}. Other work on the "
+        "machine only ever adds to it, so the first column is the least of the seeds' medians.",
+        *("", *cost_table(report)),
+        *("", "## Pictures", ""),
+        "Curves are means over twentieths of the training; the line is the seeds' mean, the band their range. While "
+        "the curriculum lasts, some blocks of the variants with injection are given right predecessors.",
+        *("", *(f"![{Path(name).stem}]({name})\n" for name in pictures)),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def make_report(folder: Path, out: Path, note: str = "") -> dict[str, Any]:
+    """Write the report of the ablation in ``folder`` into ``out``; its first words are the ``note``.
+
+    Raises:
+        ValueError: as ``gather``.
+    """
+    report = {"note": note} | gather(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "ablation.json", report)
+    pictures = draw_all(report, out)
+    with replacing(out / "ablation.md") as file:
+        file.write(markdown(report, pictures).encode())
+    return report
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status (see the module's text)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m specforge_dspine.ablation_report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ablation", type=Path, required=True, help="--out of specforge_dspine.ablate")
+    parser.add_argument("--out", type=Path, help="default: the same folder")
+    parser.add_argument("--note", default="", help="first words of the page: what made it, and beside what")
+    args = parser.parse_args(argv)
+    out = args.out or args.ablation
+    try:
+        report = make_report(args.ablation, out, args.note)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name, entry in report["variants"].items():
+        mean = entry["tau_mean_over_sets"]
+        print(f"τ {name:<16} {mean['value']:.3f}  [{interval(mean['interval_95'])}]")
+    for entry in report["orderings"]:
+        found = Tau(*entry["difference"].values())
+        print(f"{entry['above']} > {entry['below']}: {found.value:+.3f}, {entry['verdict']}")
+    print(f"written: {out}/ablation.md, {out}/ablation.json")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,68 @@
+"""The variants of a recipe that ablations compare: each is the recipe and overrides of its ``dspine:`` section.
+
+    table 2   full             the recipe as it is
+              no-refinement    with injection; its last write is not redone with the chosen token, nor is that trained
+              no-injection     block-causal, with layer alignment; without injection there is nothing to refine
+              dflash           bidirectional blocks trained by cross-entropy alone
+    table 3   dflash-none      the same bidirectional backbone, trained by the recipe's distillation
+              dflash-ce        ... and every layer has to classify the token
+              dflash-cosine    ... and every layer is aligned with the token's code
+
+One's own is given as ``NAME:key=value,key=value``, such as ``narrow:dspine.message_size=32``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+PLAIN = (
+    "dspine.causal=off",
+    "dspine.injection=off",
+)  # DFlash's backbone; refinement and curriculum go with injection
+
+
+class Variant(NamedTuple):
+    """A name, and what the recipe is overridden with."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    name: Variant(name, overrides)
+    for name, overrides in {
+        "full": (),
+        "no-refinement": ("dspine.refinement=off",),
+        "no-injection": ("dspine.injection=off",),
+        "dflash": (*PLAIN, "dspine.alignment=off", "dspine.ce_weight=1.0"),
+        "dflash-none": (*PLAIN, "dspine.alignment=off"),
+        "dflash-ce": (*PLAIN, "dspine.alignment=ce"),
+        "dflash-cosine": PLAIN,
+    }.items()
+}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of folders
+BETWEEN = r",(?=[\w.]+=)"  # two overrides, not the entries of a list
+
+
+def parse_variants(words: Sequence[str]) -> list[Variant]:
+    """The variants that the command line names.
+
+    Raises:
+        ValueError: an unknown or impossible name, or one given twice.
+    """
+    found: dict[str, Variant] = {}
+    for word in words:
+        name, colon, overrides = word.partition(":")
+        if not colon and name not in VARIANTS:
+            raise ValueError(f"variant {word!r} is unknown: use {', '.join(VARIANTS)}, or NAME:key=value,key=value")
+        if colon and (name in VARIANTS or not NAME.fullmatch(name) or not overrides):
+            raise ValueError(
+                f"variant {word!r}: NAME:key=value,key=value needs a name of its own (letters, digits and .-_), and "
+                "what to override"
+            )
+        if name in found:
+            raise ValueError(f"variant {name!r} occurs twice")
+        found[name] = Variant(name, tuple(re.split(BETWEEN, overrides))) if colon else VARIANTS[name]
+    return list(found.values())
