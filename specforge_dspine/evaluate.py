@@ -186,19 +186,12 @@ def identity(
     sets: Sequence[EvaluationSet],
 ) -> dict[str, Any]:
     """All that the answers depend on, as JSON values: the inputs under which they may be continued."""
-    method = draft.settings
     template = str(tokenizer.chat_template)
     facts = {
-        "draft": {
-            "path": str(options.draft),
-            "fingerprint": model_fingerprint(options.draft),
+        "draft": draft_facts(options.draft, draft)
+        | {
             "variant": options.variant,
-            "block_size": draft.block_size,
-            "layers": len(draft.layers),
-            "causal": method.causal,
-            "injection": method.injection,
-            "refinement": method.refinement and options.variant != "unrefined",
-            "top_k": method.top_k,
+            "refinement": draft.settings.refinement and options.variant != "unrefined",
         },
         "target": asdict(target)
         | {
@@ -211,8 +204,7 @@ def identity(
         },
         "decoding": settings.to_json(),
         "limit": options.limit,
-        "versions": {name: installed(name) for name in ("torch", "transformers", "sglang", "specforge")}
-        | {"specforge_dspine": VERSION},
+        "versions": version_facts(),
         "sets": {
             each.name: {
                 "source": each.source,
@@ -225,6 +217,28 @@ def identity(
         },
     }
     return json.loads(json.dumps(facts))  # as the file gives it back
+
+
+def draft_facts(folder: Path, draft: DSpineDraftModel) -> dict[str, Any]:
+    """Which draft it is, and what kind."""
+    method = draft.settings
+    return {
+        "path": str(folder),
+        "fingerprint": model_fingerprint(folder),
+        "block_size": draft.block_size,
+        "layers": len(draft.layers),
+        "causal": method.causal,
+        "injection": method.injection,
+        "refinement": method.refinement,
+        "top_k": method.top_k,
+    }
+
+
+def version_facts() -> dict[str, str | None]:
+    """Of everything that computes."""
+    return {name: installed(name) for name in ("torch", "transformers", "sglang", "specforge")} | {
+        "specforge_dspine": VERSION
+    }
 
 
 def figures(records: Sequence[Record], temperatures: Sequence[float], proposals: int) -> dict[str, Any]:
