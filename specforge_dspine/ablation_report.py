@@ -23,9 +23,9 @@ from specforge_dspine.ablate import INPUTS, SPEED, Place
 from specforge_dspine.ablation_figures import LABELS, draw_all
 from specforge_dspine.ablation_statistics import Counts, Tau, count, differences, smoothed, taus, verdict
 from specforge_dspine.acceptance import acceptance_by_position
-from specforge_dspine.evaluate import ROUNDS, traces_of
 from specforge_dspine.metrics import METRICS_FILE
 from specforge_dspine.reference import read_json
+from specforge_dspine.results import ROUNDS, traces_of
 from specforge_dspine.rounds import Trace
 from specforge_dspine.rundir import write_json
 
@@ -267,9 +267,9 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
         *("", *([report["note"], ""] if report["note"] else [])),
         f"Every variant trained with the seeds {', '.join(map(str, seeds))} for "
         f"{' or '.join(map(str, steps))} optimizer steps of {training['batch_size']} × {training['num_anchors']} "
-        f"anchors, on {inputs['data'].partition(' of ')[0]}; L = {shape['num_hidden_layers']}, B = {shape['block_size']}, "
-        f"K = {shape['top_k']}, {recipe['model']['torch_dtype']}. τ is answer tokens per round, greedy, at most "
-        f"{inputs['max_new_tokens']} tokens an answer; sets: {sets}. Machine: {machines}.",
+        f"anchors, on {inputs['data'].partition(' of ')[0]}; L = {shape['num_hidden_layers']}, "
+        f"B = {shape['block_size']}, K = {shape['top_k']}, {recipe['model']['torch_dtype']}. τ is answer tokens per "
+        f"round, greedy, at most {inputs['max_new_tokens']} tokens an answer; sets: {sets}. Machine: {machines}.",
         "",
         f"Intervals are 95 %: {report['interval']}. Seeds are few, so each one's value is listed, and "
         'an ordering "shows" only if its interval leaves 0 out and every seed agrees; "reversed" is the same with '
