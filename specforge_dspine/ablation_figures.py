@@ -29,7 +29,7 @@ def curves(report: dict[str, Any], axes: list[Axes]) -> None:
             seeds = entry["curves"][name]
             values = np.array([list(each.values()) for each in seeds])
             banded(axis, [int(step) for step in seeds[0]], values, variant)
-        axis.set(title=LABELS[name], xlabel="optimizer step")
+        axis.set(title=LABELS[name], xlabel="optimizer step", yscale="log" if name == "ce" else "linear")
 
 
 def positions(report: dict[str, Any], axes: list[Axes]) -> None:

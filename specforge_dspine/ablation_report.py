@@ -268,8 +268,9 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
         f"Every variant trained with the seeds {', '.join(map(str, seeds))} for "
         f"{' or '.join(map(str, steps))} optimizer steps of {training['batch_size']} × {training['num_anchors']} "
         f"anchors, on {inputs['data'].partition(' of ')[0]}; L = {shape['num_hidden_layers']}, "
-        f"B = {shape['block_size']}, K = {shape['top_k']}, {recipe['model']['torch_dtype']}. τ is answer tokens per "
-        f"round, greedy, at most {inputs['max_new_tokens']} tokens an answer; sets: {sets}. Machine: {machines}.",
+        f"B = {shape['block_size']}, K = {shape['top_k']}, {recipe['model']['torch_dtype']}. "
+        "τ is answer tokens per round, greedy, at most "
+        f"{inputs['max_new_tokens']} tokens an answer; sets: {sets}. Machine: {machines}.",
         "",
         f"Intervals are 95 %: {report['interval']}. Seeds are few, so each one's value is listed, and "
         'an ordering "shows" only if its interval leaves 0 out and every seed agrees; "reversed" is the same with '
