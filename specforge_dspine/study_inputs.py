@@ -49,7 +49,7 @@ def open_pair(options: argparse.Namespace) -> Pair:
     tables = Verifying(target, torch.device(options.device), None)
     drafter = BlockDrafter(draft.to(tables.device), tables.head, tables.embedding)
     facts = {
-        "draft": draft_facts(options.draft, draft),
+        "draft": {"path": str(options.draft)} | draft_facts(options.draft, draft),
         "target": asdict(target) | {"fingerprint": model_fingerprint(options.target)},
         "versions": version_facts(),
         "seed": options.seed,
