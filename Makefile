@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup demo demo-long bench bench-gpu test test-fast test-slow check clean
+.PHONY: setup demo demo-long bench bench-gpu bench-data test test-fast test-slow check clean
 
 setup: $(READY)
 
@@ -36,6 +36,10 @@ bench: $(READY)
 GPU_PYTHON ?= python3
 bench-gpu:
 	$(GPU_PYTHON) -m specforge_dspine.bench --device cuda --size qwen3_8b --out runs/bench/gpu.json
+
+# Rows a second of data_prep.prompts beside reading with json alone. A minute or two.
+bench-data: $(READY)
+	$(BIN)/python -m data_prep.bench --output runs/bench/data.json
 
 test: $(READY)
 	$(PYTEST) tests -m "not slow"

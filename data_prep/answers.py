@@ -1,59 +1,54 @@
-"""Has a served target answer prompts, turn by turn, and makes a training sample of each answer.
+"""Has a served target answer conversations, turn by turn, and keeps what was sent and what came back.
 
-A draft has to predict what its target says, so a data set's own answers do not matter, only its prompts.
-User turns are answered in order, with the target's earlier answers as history. Each answer becomes one
-sample (see ``chat.training_sample``), with ``"conversation"`` and ``"turn"`` besides.
+A draft has to predict what its target says, so a data set's own answers do not matter, only its prompts. User turns
+are answered in order, with the target's earlier answers as history. Each answer becomes one record::
+
+    {"id", "conversation", "turn", "source", "prompt_ids", "output_ids", "finish": "stop" | "length", "target"}
+
+whose ids are those that the server read and wrote, never encoded again. An answer that was cut off by the length
+limit has no end token, and nothing that comes after its last token is taught.
 """
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tqdm import tqdm
+import orjson
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.chat import answer_text, check_template, prompt_ids, training_sample, unfinished_reasoning
-from data_prep.conversations import OddConversation, read_messages
-from data_prep.files import file_sha256
-from data_prep.ledger import Key, Ledger, Record
+from data_prep.chat import Message, answer_text, prompt_ids, unfinished_reasoning
+from data_prep.files import to_line
+from data_prep.ledger import Ledger
+from data_prep.seen import key_of
+from data_prep.servers import RequestFailed
 from specforge_dspine.stream.client import Completion, RequestRefused
-
-FORMAT = 1
-"""Version of the samples' format and of the rules below; part of a file's inputs."""
 
 MIN_OUTPUT_TOKENS = 2
 """An anchor needs a supervised token behind it, so shorter answers train nothing."""
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
-MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors")
+MAX_TURNS = 1 << 12
+"""Of one conversation: places in the ledger are row · MAX_TURNS + turn."""
+
+SEEDS = 1 << 31
 
 
 class Answering(Protocol):
-    """A served target, as ``SGLangClient.generate``."""
+    """A served target, as ``Servers.generate``."""
 
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        stop_token_ids: Sequence[int] = (),
-    ) -> list[Completion]: ...
+    def generate(self, prompt: list[int], **options: Any) -> Completion: ...
 
 
 @dataclass(frozen=True)
 class Settings:
     """How answers are generated.
 
-    ``thinking`` None leaves the template's default. ``max_length`` bounds prompt + new tokens, so that the
-    samples fit the trained length. ``temperature`` 0 is greedy; other values are not reproducible. ``dtype``
-    is the server's: float32 and bfloat16 give different greedy answers. ``batch`` requests are sent together.
+    ``thinking`` None leaves the template's default. ``max_length`` bounds prompt + new tokens, so that the samples
+    fit the trained length. ``temperature`` 0 is greedy; otherwise ``seed`` decides every draw, if the server heeds
+    it. ``dtype`` is the server's: float32 and bfloat16 give different greedy answers.
 
     Raises:
         ValueError: a value out of range.
@@ -64,7 +59,7 @@ class Settings:
     max_new_tokens: int = 64
     temperature: float = 0.0
     thinking: bool | None = None
-    batch: int = 32
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < MIN_OUTPUT_TOKENS:
@@ -74,199 +69,207 @@ class Settings:
                 f"max_length = {self.max_length} leaves no room for a prompt beside "
                 f"max_new_tokens = {self.max_new_tokens}"
             )
-        if self.temperature < 0 or self.batch < 1:
-            raise ValueError(f"temperature = {self.temperature} (≥ 0), batch = {self.batch} (≥ 1)")
+        if self.temperature < 0:
+            raise ValueError(f"temperature = {self.temperature}: 0 (greedy) or more")
+        if self.seed is not None and not self.temperature:
+            raise ValueError(f"seed = {self.seed}, but greedy answers (temperature 0) draw nothing: leave it out")
 
 
-def job_inputs(target: Path, tokenizer: PreTrainedTokenizerBase, prompts: Path, settings: Settings) -> dict[str, Any]:
-    """Everything that the samples depend on, as JSON values: the key under which they may be reused."""
-    return {
-        "format": FORMAT,
-        "target": _files_sha256(target, MODEL_FILES),
-        "tokenizer": _files_sha256(target, TOKENIZER_FILES),
-        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
-        "prompts": file_sha256(prompts),
-        "dtype": settings.dtype,
-        "thinking": settings.thinking,
-        "max_new_tokens": settings.max_new_tokens,
-        "max_length": settings.max_length,
-        "temperature": settings.temperature,
-    }
+@dataclass(frozen=True)
+class Asked:
+    """A conversation to be answered: its number among all rows, where it is from, and the answers it has already."""
+
+    number: int
+    name: str
+    source: str
+    file: str
+    line: int | None
+    messages: list[Message]
+    answered: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def user_places(self) -> list[int]:
+        """Indices of the user turns."""
+        return [at for at, message in enumerate(self.messages) if message["role"] == "user"]
 
 
-def _files_sha256(folder: Path, patterns: Sequence[str]) -> str:
-    """One hash over the names and contents of the matching files."""
-    files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    total = hashlib.sha256()
-    for path in tqdm(files, desc=f"hashing {folder.name}", unit=" files", leave=False):
-        total.update(f"{path.name} {file_sha256(path)}\n".encode())
-    return total.hexdigest()
+@dataclass(frozen=True)
+class Answered:
+    """What became of one turn: a record, or the reason for which there is none."""
+
+    asked: Asked
+    turn: int
+    record: dict[str, Any] | None
+    reason: str = ""
+    detail: str = ""
 
 
-class Regeneration:
-    """Answers to ``conversations`` (rows of ``prompts``), kept in ``ledger``.
-
-    Every user turn gets one record: a training sample, or ``{"conversation", "turn", "skipped": reason}``.
-
-    Raises:
-        ValueError: rows that are not what ``data_prep.prompts`` writes, or a tokenizer that cannot chat as
-            the settings say.
-    """
+class Turns:
+    """Answers the turns of one conversation after another; any number of threads may do so."""
 
     def __init__(
-        self,
-        conversations: Sequence[dict[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: Settings,
-        ledger: Ledger,
+        self, tokenizer: PreTrainedTokenizerBase, settings: Settings, target: str, servers: Answering
     ) -> None:
-        check_template(tokenizer, settings.thinking)
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the target's tokenizer has no eos token; set eos_token in tokenizer_config.json")
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.ledger = ledger
-        for number, row in enumerate(conversations, 1):
-            _check_row(number, row)
-        self._rows = {row["id"]: row for row in conversations}  # in the order of the prompts file
-        self._users = {
-            name: [at for at, part in enumerate(row["messages"]) if part["role"] == "user"]
-            for name, row in self._rows.items()
-        }
-        if len(self._rows) < len(conversations):
-            raise ValueError("conversation ids repeat in the prompts file; every id must be its own")
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._target = target
+        self._servers = servers
+        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
 
-    def run(self, client: Answering) -> Counter[str]:
-        """Generates what is missing, writes the file, and counts the reasons of what was skipped.
+    def answer(self, asked: Asked) -> Iterator[list[Answered]]:
+        """The turns that have no answer yet, in order. What cannot be answered ends the conversation.
 
-        Raises:
-            ValueError: nothing at all could be used.
-            ConnectionError: the server is gone; a later run continues.
+        What comes together is to be kept together: a turn without an answer, and those behind it.
         """
-        turns = sum(map(len, self._users.values()))
-        with tqdm(total=turns, desc="answers", unit=" turn") as bar:
-            started, tokens = time.monotonic(), 0
-            for batch in self._batches():
-                missing = [key for key in batch if key not in self.ledger.records]
-                if missing:
-                    records = self._answer(missing, client)
-                    self.ledger.append(records)
-                    tokens += sum(len(_outputs(record)) for record in records if "skipped" not in record)
-                    rate = tokens / (time.monotonic() - started)
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-                bar.update(len(batch))
-        return self._finish()
+        users = asked.user_places
+        history = list(asked.messages)
+        for turn, known in enumerate(asked.answered):
+            self._remember(history, users[turn], known)
+        for turn in range(len(asked.answered), len(users)):
+            record, reason, detail = self._answer(asked, turn, history[: users[turn] + 1])
+            if record is None:
+                lost = [Answered(asked, turn, None, reason, detail)]
+                for later in range(turn + 1, len(users)):
+                    lost.append(
+                        Answered(asked, later, None, "an earlier turn has no answer", f"turn {turn}: {reason}")
+                    )
+                yield lost
+                return
+            yield [Answered(asked, turn, record)]
+            self._remember(history, users[turn], record)
 
-    def _batches(self) -> Iterator[list[Key]]:
-        """All first turns, then all second turns, ...; a batch does not depend on what is done already.
-
-        So a continued run sends the same batches as an undisturbed one.
-        """
-        for turn in range(max(map(len, self._users.values()), default=0)):
-            keys = [(name, turn) for name, users in self._users.items() if turn < len(users)]
-            for start in range(0, len(keys), self.settings.batch):
-                yield keys[start : start + self.settings.batch]
-
-    def _answer(self, keys: Sequence[Key], client: Answering) -> list[Record]:
-        records: dict[Key, Record] = {}
-        prompts: dict[Key, list[int]] = {}
-        for key in keys:
-            prompt = self._prompt(key, self._rows[key[0]]["messages"])
-            if isinstance(prompt, str):
-                records[key] = _skip(key, prompt)
-            else:
-                prompts[key] = prompt
-        answers = self._generate(client, list(prompts.values())) if prompts else []
-        for (key, prompt), answer in zip(prompts.items(), answers, strict=True):
-            records[key] = self._record(key, self._rows[key[0]]["source"], prompt, answer)
-        return [records[key] for key in keys]
-
-    def _prompt(self, key: Key, messages: list[dict[str, str]]) -> list[int] | str:
-        """Ids to send for a turn, or the reason for which it has none."""
-        name, turn = key
-        users = self._users[name]
-        history = list(messages[: users[turn] + 1])
-        for earlier in range(turn):
-            record = self.ledger.records[name, earlier]
-            if "skipped" in record:
-                return "an earlier turn was skipped"
-            answer = answer_text(self.tokenizer, _outputs(record))
-            if unfinished_reasoning(answer):
-                return "an earlier answer was cut off while thinking"
-            history[users[earlier] + 1] = {"role": "assistant", "content": answer}
-        ids = prompt_ids(self.tokenizer, history, enable_thinking=self.settings.thinking)
-        if len(ids) + self.settings.max_new_tokens > self.settings.max_length:
-            return "prompt and new tokens exceed the maximum length"
-        return ids
-
-    def _generate(self, client: Answering, prompts: list[list[int]]) -> list[Completion | str]:
-        """Completions, or the server's reason for refusing a prompt."""
-
-        def send(part: list[list[int]]) -> list[Completion]:
-            return client.generate(
-                part,
-                max_new_tokens=self.settings.max_new_tokens,
-                temperature=self.settings.temperature,
-                stop_token_ids=[self.tokenizer.eos_token_id],
-            )
-
+    def _answer(self, asked: Asked, turn: int, history: list[Message]) -> tuple[dict[str, Any] | None, str, str]:
+        if turn and unfinished_reasoning(history[-2]["content"]):
+            return None, "the earlier answer was cut off while thinking", "give more --max-new-tokens"
+        with self._encoding:
+            prompt = prompt_ids(self._tokenizer, history, enable_thinking=self._settings.thinking)
+        length = len(prompt) + self._settings.max_new_tokens
+        if length > self._settings.max_length:
+            return None, "prompt and new tokens exceed the maximum length", f"{length} > {self._settings.max_length}"
+        name = f"{asked.name}.{turn}"
         try:
-            return list(send(prompts))
-        except RequestRefused:  # one bad prompt refuses the batch: find it
-            return [_or_reason(send, prompt) for prompt in prompts]
-
-    def _record(self, key: Key, source: str, prompt: list[int], answer: Completion | str) -> Record:
-        if isinstance(answer, str):
-            return _skip(key, answer)
+            answer = self._generate(name, prompt)
+        except RequestRefused as refused:
+            return None, "refused by the server", str(refused)
+        except RequestFailed as failed:
+            return None, "the server fails on it", str(failed)
         if len(answer.output_ids) < MIN_OUTPUT_TOKENS:
-            return _skip(key, f"fewer than {MIN_OUTPUT_TOKENS} generated tokens")
-        if not answer_text(self.tokenizer, answer.output_ids).strip():
-            return _skip(key, "empty answer")
-        name, turn = key
-        sample = training_sample(f"{name}.{turn}", prompt, answer.output_ids, source=source, finish=answer.finish)
-        return {**sample, "conversation": name, "turn": turn}
-
-    def _finish(self) -> Counter[str]:
-        keys = [(name, turn) for name, users in self._users.items() for turn in range(len(users))]
-        records = [self.ledger.records[key] for key in keys]
-        skipped = Counter(record["skipped"] for record in records if "skipped" in record)
-        samples = [record for record in records if "skipped" not in record]
-        if not samples:
-            raise ValueError(f"no prompt gave a training sample: {dict(skipped)}")
-        facts = {
-            "samples": len(samples),
-            "generated_tokens": sum(len(_outputs(sample)) for sample in samples),
-            "skipped": [record for record in records if "skipped" in record],
+            return None, f"fewer than {MIN_OUTPUT_TOKENS} generated tokens", f"{len(answer.output_ids)}"
+        if not self._text(answer.output_ids).strip():
+            return None, "empty answer", f"{len(answer.output_ids)} tokens of white space"
+        record = {
+            "id": name,
+            "conversation": asked.name,
+            "turn": turn,
+            "source": asked.source,
+            "prompt_ids": prompt,
+            "output_ids": answer.output_ids,
+            "finish": answer.finish,
+            "target": self._target,
         }
-        self.ledger.finish(samples, facts)
-        return skipped
+        return record, "", ""
+
+    def _generate(self, name: str, prompt: list[int]) -> Completion:
+        settings = self._settings
+        options: dict[str, Any] = {
+            "max_new_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "stop_token_ids": [self._tokenizer.eos_token_id],
+        }
+        if settings.seed is not None:
+            options["seed"] = key_of(f"{settings.seed} {name}") % SEEDS
+        return self._servers.generate(prompt, **options)
+
+    def _remember(self, history: list[Message], user: int, record: Mapping[str, Any]) -> None:
+        """Puts the target's answer where the data set's own was."""
+        history[user + 1 : user + 2] = [{"role": "assistant", "content": self._text(record["output_ids"])}]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        with self._encoding:
+            return answer_text(self._tokenizer, ids)
 
 
-def record_key(record: Record) -> Key:
-    """Where a record belongs: its conversation and turn."""
-    return record["conversation"], record["turn"]
+def answer_all(rows: Iterator[Asked], turns: Turns, ledger: Ledger, in_flight: int) -> Iterator[Answered]:
+    """Answers ``rows`` in ``in_flight`` threads; every turn is in the ledger, committed, before it is yielded.
 
+    Raises:
+        ConnectionError: the servers are gone; what came before is in the ledger.
+        WrongServer: another target answers.
+    """
+    tasks: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+    results: queue.SimpleQueue[list[Answered] | BaseException | None] = queue.SimpleQueue()
 
-def _check_row(number: int, row: Any) -> None:
-    advice = "write the prompts file with data_prep.prompts (its source file:PATH reads other data)"
-    if not isinstance(row, dict) or not {"id", "source", "messages"} <= row.keys():
-        raise ValueError(f"prompt {number} needs the fields id, source and messages; {advice}")
+    def work() -> None:
+        while (asked := tasks.get()) is not None:
+            try:
+                for answered in turns.answer(asked):
+                    results.put(answered)
+                results.put(None)
+            except BaseException as error:  # the main thread raises it
+                results.put(error)
+
+    # Daemons: whoever is interrupted does not wait for answers under way.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(in_flight)]
+    for thread in threads:
+        thread.start()
+    under_way = 0
     try:
-        read_messages(row, len(row["messages"]))
-    except OddConversation as odd:
-        raise ValueError(f"prompt {number}, {row['id']!r}: {odd}; {advice}") from odd
+        for asked in rows:
+            tasks.put(asked)
+            under_way += 1
+            while under_way >= 2 * in_flight or (under_way and not results.empty()):
+                finished, answers = _collect(results, ledger)
+                under_way -= finished
+                yield from answers
+        while under_way:
+            finished, answers = _collect(results, ledger)
+            under_way -= finished
+            yield from answers
+    finally:
+        for _ in threads:
+            tasks.put(None)
 
 
-def _skip(key: Key, reason: str) -> Record:
-    return {"conversation": key[0], "turn": key[1], "skipped": reason}
+def _collect(
+    results: queue.SimpleQueue[list[Answered] | BaseException | None], ledger: Ledger
+) -> tuple[int, list[Answered]]:
+    """Waits for a result, takes all there are, and commits them; how many conversations ended, and the answers."""
+    finished = 0
+    answers: list[Answered] = []
+    found = results.get()
+    failure: BaseException | None = None
+    while True:
+        if found is None:
+            finished += 1
+        elif isinstance(found, BaseException):
+            failure = failure or found
+        else:
+            for answered in found:
+                _write(answered, ledger)
+            answers += found
+        if results.empty():
+            break
+        found = results.get()
+    ledger.commit()
+    if failure is not None:
+        raise failure
+    return finished, answers
 
 
-def _outputs(record: Record) -> list[int]:
-    return record["input_ids"][record["prompt_tokens"] :]
+def _write(answered: Answered, ledger: Ledger) -> None:
+    asked = answered.asked
+    place = asked.number * MAX_TURNS + answered.turn
+    if answered.record is not None:
+        ledger.keep(to_line(answered.record), place=place)
+    else:
+        ledger.drop(
+            asked.file, asked.line, answered.reason, answered.detail, id=asked.name, turn=answered.turn, place=place
+        )
 
 
-def _or_reason(send: Callable[[list[list[int]]], list[Completion]], prompt: list[int]) -> Completion | str:
-    try:
-        return send([prompt])[0]
-    except RequestRefused as refused:
-        return f"refused by the server: {refused}"
+def earlier_answers(ledger: Ledger, number: int) -> tuple[list[dict[str, Any]], int]:
+    """The records that row ``number`` has already, in order, and how many of its turns were dropped."""
+    span = (number * MAX_TURNS, (number + 1) * MAX_TURNS)
+    lines = ledger.db.execute("SELECT line FROM kept WHERE place >= ? AND place < ? ORDER BY place", span).fetchall()
+    (dropped,) = ledger.db.execute("SELECT COUNT(*) FROM dropped WHERE place >= ? AND place < ?", span).fetchone()
+    return [orjson.loads(line) for (line,) in lines], dropped

@@ -10,12 +10,16 @@ the latter are supervised; whatever the template writes belongs to the prompt (S
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:  # reading prompts needs none, and imports should not take seconds
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
-"""``{"role": "system" | "user" | "assistant", "content": str}``"""
+"""``{"role": "system" | "user" | "assistant", "content": str}``; an assistant's may have ``"reasoning_content"``."""
+
+THINKING = {"on": True, "off": False, "none": None}
+"""What commands call a template's switch; none leaves its default."""
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -67,18 +71,9 @@ def unfinished_reasoning(text: str) -> bool:
     return THINK_OPEN in text and THINK_CLOSE not in text
 
 
-def training_sample(
-    sample_id: str, prompt: Sequence[int], output_ids: Sequence[int], *, source: str, finish: str
-) -> dict[str, Any]:
-    """One line of a training file: S = prompt + output ids; the loss mask is 1 on the output ids alone.
-
-    The output ids include the end token if the target generated it (``finish`` "stop").
-    """
-    return {
-        "id": sample_id,
-        "input_ids": [*prompt, *output_ids],
-        "loss_mask": [0] * len(prompt) + [1] * len(output_ids),
-        "source": source,
-        "prompt_tokens": len(prompt),
-        "finish": finish,
-    }
+def split_reasoning(content: str) -> tuple[str, str]:
+    """An answer's reasoning and the rest of it, as Qwen3's template tells them apart."""
+    before, closed, after = content.rpartition(THINK_CLOSE)
+    if not closed:
+        return "", content
+    return before.rpartition(THINK_OPEN)[2].strip("\n"), after.lstrip("\n")

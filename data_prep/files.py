@@ -1,53 +1,47 @@
-"""JSON files that are either whole or not there."""
+"""Files that are either whole or not there, and lines of JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import orjson
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes ``path`` at once: a reader sees the old file or the new one, never a part."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of ``path`` at the end: a reader sees the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; ``path`` is as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.new")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with scratch.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         scratch.unlink(missing_ok=True)
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object per line, UTF-8."""
-    write_text(path, "".join(to_line(row) for row in rows))
-
-
-def to_line(row: Mapping[str, Any] | Sequence[Any]) -> str:
+def to_line(row: Mapping[str, Any] | Sequence[Any]) -> bytes:
     """One JSONL line."""
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """Every line of a file that :func:`write_jsonl` made.
-
-    Raises:
-        ValueError: a line that is not JSON, by its number.
-    """
-    rows = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-    return rows
+    """The values of a JSONL file that was written here, all at once."""
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def file_sha256(path: Path) -> str:

@@ -1,132 +1,278 @@
-"""The output file of a long job: it survives a kill, and is never mistaken for another job's.
+"""The output of a long job: it survives a kill, is never half there, and is never taken for another job's.
 
-Beside ``OUT`` stand ``OUT.meta.json``, every input that its content depends on, and until the job is done
-``OUT.partial``, one line per finished batch. A kill leaves at most a cut last line there, which is dropped.
-``OUT`` itself appears at the end, whole.
+Until a job is done its rows are in one SQLite file, ``OUTPUT.partial``, together with how far it has come: what was
+committed is there after a kill, and nothing else is. Then ``OUTPUT.dropped.jsonl``, further outputs and ``OUTPUT``
+appear, each whole, and last of all ``OUTPUT.summary.json``: every input that they depend on, the rows counted, and a
+hash of each file. Rows that came in are rows kept and rows dropped, or the job does not end.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
-from data_prep.files import file_sha256, to_line, write_jsonl, write_text
+from tqdm import tqdm
 
-Record = dict[str, Any]
-Key = tuple[str, int]
+from data_prep.files import file_sha256, replacing, to_line
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS kept (place INTEGER PRIMARY KEY, output INTEGER, key INTEGER, line BLOB);
+CREATE TABLE IF NOT EXISTS dropped (place INTEGER PRIMARY KEY, reason TEXT, line BLOB);
+"""
+OPTIONS = """
+PRAGMA page_size = 16384;
+PRAGMA locking_mode = EXCLUSIVE;
+PRAGMA synchronous = NORMAL;
+PRAGMA cache_size = -65536;
+"""
+
+
+class LedgerError(ValueError):
+    """The output belongs to another job, or cannot be written; the message says what to do."""
 
 
 class Ledger:
-    """The records of one job, for one process at a time: ``is_finished``, then ``with ledger:``.
+    """The rows of one job, for one process at a time: ``is_finished``, then ``with ledger:``.
 
     Args:
-        out: the final file.
+        outputs: the final files; the first is ``OUTPUT``.
+        command: the job's kind.
         inputs: JSON values that decide the content; only a job with the same ones continues.
-        key: under which a record is found in ``records``.
-
-    Attributes:
-        records: inside of the context, all that is finished, also by earlier runs of the same job.
     """
 
-    def __init__(self, out: Path, inputs: Mapping[str, Any], key: Callable[[Record], Key]) -> None:
-        self.out = out
-        self.records: dict[Key, Record] = {}
-        self._inputs = dict(inputs)
-        self._key = key
-        self._meta_path = out.with_name(out.name + ".meta.json")
-        self._partial_path = out.with_name(out.name + ".partial")
-        self._partial: BinaryIO | None = None
+    def __init__(self, outputs: Sequence[Path], command: str, inputs: Mapping[str, Any]) -> None:
+        self.outputs = list(outputs)
+        self.output = self.outputs[0]
+        self._inputs = json.loads(json.dumps({"command": command, **inputs}))  # tuples become lists, as in the file
+        self.summary_path = _beside(self.output, "summary.json")
+        self.dropped_path = _beside(self.output, "dropped.jsonl")
+        self._partial_path = _beside(self.output, "partial")
+        self._db: sqlite3.Connection | None = None
+        if len({path.name for path in self.outputs}) < len(self.outputs):
+            raise LedgerError(f"{' and '.join(map(str, self.outputs))}: give the files names of their own")
+        for path in self.outputs:
+            if path.exists() and not path.is_file():
+                raise LedgerError(f"{path} is not an ordinary file; name a file that can be written and replaced")
+
+    @property
+    def db(self) -> sqlite3.Connection:
+        """Where the rows are, inside of the context; an index of the job's own may be there too."""
+        assert self._db is not None, "for use inside of the context"
+        return self._db
 
     def is_finished(self) -> bool:
-        """Whether ``out`` is the whole result of these inputs.
+        """Whether the outputs are the whole result of these inputs.
 
         Raises:
-            ValueError: ``out`` is from other inputs (the message says which), or changed since, or foreign.
+            LedgerError: they are from other inputs (the message says which), or changed since, or foreign.
         """
-        advice = f"give --overwrite to replace {self.out}, or name another file"
-        if not self._meta_path.exists():
-            if self.out.exists():
-                raise ValueError(f"{self.out} is there without {self._meta_path.name}: not from here; {advice}")
+        if not self.summary_path.exists():
+            for path in self.outputs:
+                if path.exists() and not self._partial_path.exists():
+                    raise LedgerError(
+                        f"{path} is there without {self.summary_path.name}: not from here; {self._advice}"
+                    )
             return False
-        meta = json.loads(self._meta_path.read_text(encoding="utf-8"))
-        was = meta["inputs"]
+        summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        self._compare(summary["inputs"])
+        for path in (*self.outputs, self.dropped_path):
+            if not path.exists() or file_sha256(path) != summary["sha256"].get(path.name):
+                raise LedgerError(f"{path} is gone or was changed after it was written; {self._advice}")
+        return True
+
+    def is_own(self) -> bool:
+        """Whether the output was made by the same command, from whatever inputs."""
+        if not self.summary_path.exists():
+            return False
+        summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        return summary["inputs"]["command"] == self._inputs["command"]
+
+    def discard(self) -> None:
+        """Removes whatever is there."""
+        with self._opened():
+            pass
+        journal = _beside(self.output, "partial-journal")  # SQLite's own
+        for path in (self.summary_path, self.dropped_path, *self.outputs, self._partial_path, journal):
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Ledger:
+        """Opens what an earlier run left, or begins.
+
+        Raises:
+            LedgerError: another process works on it, it is from other inputs, or it is damaged.
+        """
+        self._db = self._open()
+        try:
+            self._db.executescript(SCHEMA)
+            was = self.fact("inputs")
+            if was is None:
+                self.set_fact("inputs", self._inputs)
+            else:
+                self._compare(was)
+            self._db.execute("BEGIN")
+        except Exception as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.db.close()  # what was not committed is rolled back
+        self._db = None
+        if isinstance(error, sqlite3.Error):
+            raise LedgerError(
+                f"{self._partial_path}: {error} (is the disk full, or a file size limit reached?). Nothing of what "
+                "was committed is lost: make room, and the same command continues"
+            ) from error
+
+    def keep(self, line: bytes, *, output: int = 0, place: int | None = None, key: int | None = None) -> None:
+        """A line for the output of that number; in the order of ``place``, by default as they come.
+
+        ``key`` is 64 bits by which a continued job can know the row.
+        """
+        self.db.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", (place, output, _signed(key), line))
+
+    def drop(self, file: str, line: int | None, reason: str, detail: str, **more: Any) -> None:
+        """A row that is left out: where it is and why. ``place`` in ``more`` orders it."""
+        place = more.pop("place", None)
+        row = {"file": file, "line": line, "reason": reason, "detail": detail, **more}
+        self.db.execute("INSERT INTO dropped VALUES (?, ?, ?)", (place, reason, to_line(row)))
+
+    def fact(self, name: str) -> Any:
+        """What :meth:`set_fact` noted, in an earlier run too; None if nothing."""
+        row = self.db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def set_fact(self, name: str, value: Any) -> None:
+        """Notes a JSON value, as much and as little lasting as the rows beside it."""
+        self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value)))
+
+    def commit(self) -> None:
+        """Everything up to here stays, whatever happens."""
+        self.db.execute("COMMIT")
+        self.db.execute("BEGIN")
+
+    def kept(self) -> Iterator[Any]:
+        """The rows kept so far, in their order, as JSON values."""
+        return (json.loads(line) for (line,) in self.db.execute("SELECT line FROM kept ORDER BY place"))
+
+    def counts(self) -> tuple[int, dict[str, int]]:
+        """Rows kept, and rows dropped by reason, most first."""
+        (kept,) = self.db.execute("SELECT COUNT(*) FROM kept").fetchone()
+        reasons = self.db.execute("SELECT reason, COUNT(*) FROM dropped GROUP BY reason ORDER BY 2 DESC, 1")
+        return kept, dict(reasons.fetchall())
+
+    def reasons(self) -> str:
+        """Why rows were dropped, in words."""
+        dropped = self.counts()[1]
+        return "; ".join(f"{number} × {reason}" for reason, number in dropped.items()) or "the input is empty"
+
+    def finish(self, rows_in: int, facts: Mapping[str, Any], *, rows_kept: int | None = None) -> dict[str, Any]:
+        """Writes the final files and returns the summary; ``facts`` go into it.
+
+        ``rows_kept`` is for outputs that are no rows.
+
+        Raises:
+            LedgerError: a file cannot be written.
+            RuntimeError: rows were lost on the way: an error in this program.
+        """
+        kept, dropped = self.counts()
+        kept = kept if rows_kept is None else rows_kept
+        if rows_in != kept + sum(dropped.values()):
+            raise RuntimeError(f"{rows_in} rows came in, {kept} were kept and {sum(dropped.values())} dropped")
+        self.commit()
+        written = {self.dropped_path: "SELECT line FROM dropped ORDER BY place"}
+        for number, path in reversed(list(enumerate(self.outputs))):
+            written[path] = f"SELECT line FROM kept WHERE output = {number} ORDER BY place"
+        files = {}
+        try:
+            for path, query in written.items():
+                with replacing(path) as file:
+                    rows = self.db.execute(query)
+                    bar = tqdm(rows, desc=f"writing {path.name}", unit=" rows", leave=False, disable=None)
+                    files[path.name] = 0
+                    for (line,) in bar:
+                        file.write(line)
+                        files[path.name] += 1
+            summary = {
+                "inputs": self._inputs,
+                "rows_in": rows_in,
+                "rows_kept": kept,
+                "rows_dropped": dropped,
+                "rows_by_file": {path.name: files[path.name] for path in self.outputs},
+                **facts,
+                "sha256": {path.name: file_sha256(path) for path in written},
+            }
+            with replacing(self.summary_path) as file:
+                file.write((json.dumps(summary, indent=2, ensure_ascii=False) + "\n").encode())
+        except OSError as error:
+            raise LedgerError(
+                f"{error.filename or self.output}: {error.strerror or error}. The rows are safe in "
+                f"{self._partial_path}: make room, and the same command finishes the work"
+            ) from error
+        self._partial_path.unlink()
+        return summary
+
+    @property
+    def _advice(self) -> str:
+        return f"give --overwrite to replace {self.output}, or name another file"
+
+    def _compare(self, was: Mapping[str, Any]) -> None:
         changed = [
             f"{name} was {was.get(name)!r} and is now {self._inputs.get(name)!r}"
             for name in sorted(was.keys() | self._inputs.keys())
             if was.get(name) != self._inputs.get(name)
         ]
         if changed:
-            raise ValueError(f"{self.out} is from other inputs: {'; '.join(changed)}. To go on, {advice}")
-        if not self.out.exists() or "sha256" not in meta:  # the latter: killed in the middle of finish()
-            return False
-        if file_sha256(self.out) != meta["sha256"]:
-            raise ValueError(f"{self.out} was changed after it was written; {advice}")
-        return True
+            raise LedgerError(f"{self.output} is from other inputs: {'; '.join(changed)}. To go on, {self._advice}")
 
-    def discard(self) -> None:
-        """Removes whatever is there."""
-        with self._locked():
-            for path in (self._meta_path, self.out, self._partial_path):
-                path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Ledger:
-        """Reads what an earlier run left.
-
-        Raises:
-            ValueError: another process works on ``out``, or the partial file is damaged before its end.
-        """
-        self._partial = self._locked()
-        write_text(self._meta_path, json.dumps({"inputs": self._inputs}, indent=2) + "\n")
-        self._partial.seek(0)
-        whole = 0
-        for number, line in enumerate(self._partial, 1):
-            if not line.endswith(b"\n"):
-                break  # cut by a kill
-            try:
-                batch = json.loads(line)
-            except ValueError as error:
-                raise ValueError(
-                    f"{self._partial_path}, line {number} is damaged ({error}); start anew with --overwrite"
-                ) from error
-            self._add(batch)
-            whole += len(line)
-        self._partial.truncate(whole)
-        self._partial.seek(whole)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._partial is not None
-        self._partial.close()
-
-    def append(self, batch: Sequence[Record]) -> None:
-        """Keeps the records of one batch, all or none of them."""
-        assert self._partial is not None, "append is for use inside of the context"
-        self._partial.write(to_line(batch).encode())
-        self._partial.flush()
-        self._add(batch)
-
-    def finish(self, rows: Iterable[Record], facts: Mapping[str, Any]) -> None:
-        """Writes ``rows`` to ``out``, and ``facts`` about them beside the inputs."""
-        write_jsonl(self.out, rows)
-        meta = {"inputs": self._inputs, "sha256": file_sha256(self.out), **facts}
-        write_text(self._meta_path, json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
-        self._partial_path.unlink()
-
-    def _add(self, batch: Sequence[Record]) -> None:
-        self.records.update((self._key(record), record) for record in batch)
-
-    def _locked(self) -> BinaryIO:
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        file = self._partial_path.open("a+b")
+    def _open(self) -> sqlite3.Connection:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        db = None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when the process ends
-        except BlockingIOError:
-            file.close()
-            raise ValueError(f"another process is writing {self.out}; wait for it or name another file") from None
-        return file
+            db = sqlite3.connect(self._partial_path, timeout=0, isolation_level=None)
+            db.executescript(OPTIONS)
+            db.execute("BEGIN EXCLUSIVE")  # the kernel lifts the lock when the process ends
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if db is not None:
+                db.close()
+            if "locked" in str(error):
+                raise LedgerError(
+                    f"another process is writing {self.output}; wait for it or name another file"
+                ) from None
+            raise LedgerError(
+                f"{self._partial_path}: {error} (no permission, or damaged?); {self._advice}"
+            ) from error
+        return db
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Whether nobody else has it: a damaged file is nobody's."""
+        try:
+            self._open().close()
+        except LedgerError as error:
+            if "another process" in str(error):
+                raise
+        yield
+
+
+def read_kept_keys(db: sqlite3.Connection) -> Iterator[int]:
+    """The keys of all rows kept so far, as they were given."""
+    for (key,) in db.execute("SELECT key FROM kept WHERE key IS NOT NULL"):
+        yield key % (1 << 64)
+
+
+def _signed(key: int | None) -> int | None:
+    return None if key is None else key - (1 << 64) if key >= 1 << 63 else key
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    return output.with_name(f"{output.name}.{suffix}")

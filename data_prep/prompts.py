@@ -1,168 +1,184 @@
-"""Prompts for training and for held-out evaluation, from packages, files, or a hub.
+"""Prompts for training and for held-out evaluation, out of what people have.
 
-    python -m data_prep.prompts --sources chatterbot,reasoning-gym --limit 250 --heldout 80 --seed 0 --out DIR
+    python -m data_prep.prompts --input sharegpt.json chatterbot ORG/NAME --output data/train.jsonl \\
+        [--heldout data/heldout.jsonl --heldout-share 0.01] [--near 0.8] [--decontaminate mt-bench human-eval] ...
 
-writes ``train.jsonl`` and ``heldout.jsonl``, one conversation per line::
+Each line of the outputs is one conversation, which ends with a user turn::
 
-    {"id": str, "source": str, "messages": [{"role": "user", "content": str}, ...]}
+    {"id": str, "source": str, "line": int, "messages": [{"role": "user", "content": str}, ...]}
 
-which ends with a user turn. Assistant turns are kept only as places: regeneration replaces them with the
-target's own. First turns are unique over both files up to case and white space, and no user turn of the
-training file is the first turn of a held-out conversation. ``skipped.jsonl`` names every entry that was
-left out, with its line and the reason. The seed decides everything.
+Assistant turns are kept only as places: regeneration replaces them with the target's own. A prompt that occurs again,
+up to case and white space of its system and user messages, is dropped. Held out are prompts by a hash of their first
+user turn, so that no prompt is on both sides, now or with other files; a conversation whose later turns could begin a
+held-out one is not trained on. OUTPUT.dropped.jsonl names every dropped row: file, line, reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import re
-import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_prep.chat import Message
-from data_prep.files import write_jsonl
-from data_prep.sources import SYNTAX, Candidate, Skip, open_source
+import numpy as np
 
-DEFAULT_MAX_TURNS = 4
+from data_prep.command import Passage, code_version, parser, perform, positive, run
+from data_prep.conversations import read_conversation, user_turns
+from data_prep.entries import OddEntry
+from data_prep.inputs import open_inputs, rows_of
+from data_prep.ledger import Ledger, read_kept_keys
+from data_prep.pool import Workers
+from data_prep.screening import Bad, Good, Rules, prepare
+from data_prep.seen import SeenKeys
+
+TRAIN, HELDOUT = 0, 1
+"""Numbers of the two outputs."""
+
+CODE = [f"data_prep.{name}" for name in ("contamination", "conversations", "near", "screening", "seen")]
 
 
-@dataclass
-class Selection:
-    """The two files' rows, and what was left out."""
+class Choice:
+    """Takes rows in their order, and drops what is there already or no longer wanted.
 
-    train: list[dict[str, Any]] = field(default_factory=list)
-    heldout: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[Skip] = field(default_factory=list)
+    Args:
+        limits: how many rows each output takes, None for all.
+    """
+
+    def __init__(self, ledger: Ledger, rules: Rules, limits: Sequence[int | None]) -> None:
+        self._ledger = ledger
+        self._limits = limits
+        self._seen = SeenKeys()
+        self._seen.extend(np.fromiter(read_kept_keys(ledger.db), np.uint64))
+        counts = dict(ledger.db.execute("SELECT output, COUNT(*) FROM kept GROUP BY output").fetchall())
+        self._taken = [counts.get(number, 0) for number in range(len(limits))]
+        self._near = None
+        if rules.near is not None:
+            from data_prep.near import NearIndex
+
+            self._near = NearIndex(ledger.db, rules.near)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many training prompts as wanted, and held-out ones if their number was given."""
+        pairs = zip(self._taken, self._limits, strict=True)
+        return self._limits[TRAIN] is not None and all(limit is None or taken >= limit for taken, limit in pairs)
+
+    def take(self, source: str, results: Sequence[Good | Bad]) -> int:
+        """Keeps or drops rows until the outputs are full; returns how many were left untouched."""
+        known = self._seen.known([result.key if isinstance(result, Good) else 0 for result in results])
+        for at, (result, was_known) in enumerate(zip(results, known, strict=True)):
+            if self.is_full:
+                return len(results) - at
+            if isinstance(result, Good):
+                self._take(source, result, was_known)
+            else:
+                self._ledger.drop(source, result.line, result.reason, result.detail)
+        return 0
+
+    def _take(self, source: str, row: Good, was_known: bool) -> None:
+        output = HELDOUT if row.heldout else TRAIN
+        limit = self._limits[output]
+        place = f"{source}, line {row.line}"
+        if was_known or not self._seen.is_new(row.key):
+            self._ledger.drop(source, row.line, "duplicate", "the same prompt came before")
+        elif limit is not None and self._taken[output] >= limit:
+            self._ledger.drop(source, row.line, "beyond the limit", f"{limit} rows of its kind are enough")
+        elif self._near and row.signature and (found := self._near.find(row.signature)):
+            self._ledger.drop(source, row.line, "near duplicate", f"{found[1]:.2f} like {found[0]}")
+        else:
+            self._ledger.keep(row.text, output=output, key=row.key)
+            self._seen.add(row.key)
+            self._taken[output] += 1
+            if self._near and row.signature:
+                self._near.add(place, row.signature)
 
 
-def select(
-    specs: Sequence[str],
-    *,
-    limit: int | None,
-    heldout: int,
-    seed: int,
-    max_turns: int = DEFAULT_MAX_TURNS,
-) -> Selection:
-    """Draws in turn from all sources: ``heldout`` conversations first, then ``limit`` for training (None: all).
-
-    A source that runs dry leaves its share to the others. ``max_turns`` user turns of a conversation are kept.
+def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], Mapping[str, str]]:
+    """The user turns of evaluation sets with their places, and the sets' identities.
 
     Raises:
-        ValueError: a bad count or source, or fewer conversations than ``heldout`` + 1.
+        ValueError: a set that cannot be read whole: then nobody could say what is in it.
     """
-    for name, value, least in (("limit", limit, 1), ("heldout", heldout, 0), ("max_turns", max_turns, 1)):
-        if value is not None and value < least:
-            raise ValueError(f"{name} = {value}: at least {least}")
-    result = Selection()
-    sources = [open_source(spec, seed, max_turns, result.skipped.append) for spec in specs]
-    if limit is None and any(source.endless for source in sources):
-        raise ValueError("limit is not set, but reasoning-gym has no end: say how many prompts to take")
-    seen: set[str] = set()
-    for row in _draw([source.heldout for source in sources], heldout, seen, set(), result.skipped):
-        result.heldout.append(row)
-    banned = {turn_key(first_turn(row["messages"])) for row in result.heldout}
-    for row in _draw([source.train for source in sources], limit, seen, banned, result.skipped):
-        result.train.append(row)
-    if len(result.heldout) < heldout or not result.train:
-        raise ValueError(
-            f"the sources {', '.join(specs)} hold {len(result.heldout) + len(result.train)} usable "
-            f"conversations, too few for heldout = {heldout} and training: add a source or lower heldout "
-            f"({len(result.skipped)} entries were skipped{_reasons(result.skipped)})"
-        )
-    return result
+    if not names:
+        return [], {}
+    inputs = open_inputs(names, limited=False)
+    texts: list[tuple[str, str]] = []
+    for source, line, entry in rows_of(inputs):
+        try:
+            texts += [(f"{source}, line {line}", turn) for turn in user_turns(read_conversation(entry))]
+        except OddEntry as odd:
+            raise ValueError(f"--decontaminate {source}, line {line}: {odd}") from odd
+    return texts, inputs.identities
 
 
-def _draw(
-    streams: list[Iterator[Candidate]],
-    wanted: int | None,
-    seen: set[str],
-    banned: set[str],
-    skipped: list[Skip],
-) -> Iterator[dict[str, Any]]:
-    """Conversations with new first turns, one from each stream in turn, until all are dry."""
-    streams = list(streams)
-    taken = 0
-    while streams and taken != wanted:
-        stream = streams.pop(0)
-        for candidate in stream:
-            users = [turn_key(part["content"]) for part in candidate.messages if part["role"] == "user"]
-            if users[0] in seen:
-                skipped.append(Skip(candidate.source, candidate.line, "duplicate first turn"))
-            elif banned.intersection(users):
-                skipped.append(Skip(candidate.source, candidate.line, "holds a held-out first turn"))
-            else:
-                seen.add(users[0])
-                taken += 1
-                streams.append(stream)
-                yield {
-                    "id": _identity(candidate.source, users[0]),
-                    "source": candidate.source,
-                    "messages": candidate.messages,
-                }
-                break
+def choose(options: argparse.Namespace) -> str:
+    """Does what the command line says; returns a sentence about the result.
 
+    Raises:
+        ValueError: bad options or inputs, outputs of another job, or not one prompt.
+    """
+    if not 0 <= options.heldout_share < 1:
+        raise ValueError(f"--heldout-share {options.heldout_share}: from 0 to below 1")
+    if options.near is not None and not 0 < options.near <= 1:
+        raise ValueError(f"--near {options.near}: a similarity above 0 and up to 1")
+    inputs = open_inputs(options.input, limited=options.limit is not None)
+    texts, sets = evaluation_texts(options.decontaminate)
+    rules = Rules(
+        max_turns=options.max_turns,
+        min_chars=options.min_chars,
+        max_chars=options.max_chars,
+        languages=tuple(options.language),
+        heldout_share=options.heldout_share if options.heldout else 0.0,
+        near=options.near,
+    )
+    outputs, limits = [options.output], [options.limit]
+    if options.heldout:
+        outputs, limits = [*outputs, options.heldout], [*limits, options.heldout_limit]
+    ledger = Ledger(
+        outputs,
+        "prompts",
+        {
+            "files": inputs.identities,
+            **asdict(rules),
+            "decontaminate": sets,
+            "limits": limits,
+            "in_turn": options.in_turn,
+            "code": code_version(*CODE),
+        },
+    )
 
-def turn_key(text: str) -> str:
-    """By which turns are compared: case folded, white space collapsed."""
-    return " ".join(text.casefold().split())
+    def work(ledger: Ledger) -> Mapping[str, Any]:
+        choice = Choice(ledger, rules, limits)
+        with Workers(options.workers, prepare, rules, texts) as workers:
+            passage = Passage(inputs, workers, ledger, in_turn=options.in_turn)
+            for source, results in passage:
+                passage.give_back(choice.take(source, results))
+                if choice.is_full:
+                    break
+        if not ledger.counts()[0]:
+            raise ValueError(f"not one prompt in {passage.rows_in} rows: {ledger.reasons()}")
+        return {"rows_in": passage.rows_in}
 
-
-def first_turn(messages: Sequence[Message]) -> str:
-    """The first user turn, by which prompts are told apart."""
-    return next(message["content"] for message in messages if message["role"] == "user")
-
-
-def _identity(source: str, key: str) -> str:
-    label = re.sub(r"[^A-Za-z0-9]+", "-", source).strip("-")[:60]
-    return f"{label}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-
-
-def _reasons(skipped: Sequence[Skip]) -> str:
-    counts = Counter(skip.reason for skip in skipped)
-    return "".join(f"; {number} × {reason}" for reason, number in counts.most_common())
-
-
-def write(selection: Selection, out: Path) -> None:
-    """Writes ``train.jsonl``, ``heldout.jsonl`` and ``skipped.jsonl`` into ``out``, each at once."""
-    write_jsonl(out / "skipped.jsonl", [asdict(skip) for skip in selection.skipped])
-    write_jsonl(out / "heldout.jsonl", selection.heldout)
-    write_jsonl(out / "train.jsonl", selection.train)
+    return perform(ledger, options, work, inputs.ignored)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see the module's text."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.prompts", description="Choose training and held-out prompts."
+    made = parser("prompts", __doc__, workers=True)
+    made.add_argument("--heldout", type=Path, metavar="FILE", help="where held-out prompts go (default: none are)")
+    made.add_argument("--heldout-share", type=float, default=0.01, metavar="X", help="of all prompts (default 0.01)")
+    made.add_argument("--heldout-limit", type=positive, metavar="N", help="held-out prompts at most")
+    made.add_argument("--in-turn", action="store_true", help="a row of each input in turn, not one after the other")
+    made.add_argument("--max-turns", type=positive, metavar="N", help="user turns kept of each (default: all)")
+    made.add_argument("--min-chars", type=positive, default=1, metavar="N", help="of system and user messages")
+    made.add_argument("--max-chars", type=positive, metavar="N", help="of system and user messages")
+    made.add_argument(
+        "--language", nargs="+", default=[], metavar="CODE", help="such as en de: drops other languages"
     )
-    parser.add_argument("--sources", required=True, help=f"{SYNTAX}; several separated by commas")
-    parser.add_argument("--limit", type=int, help="training conversations (default: all there are)")
-    parser.add_argument("--heldout", type=int, default=0, help="held-out conversations (default: none)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-turns", type=int, default=DEFAULT_MAX_TURNS, help="user turns kept of each")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the files")
-    options = parser.parse_args(arguments)
-    try:
-        selection = select(
-            options.sources.split(","),
-            limit=options.limit,
-            heldout=options.heldout,
-            seed=options.seed,
-            max_turns=options.max_turns,
-        )
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    write(selection, options.out)
-    if options.limit and len(selection.train) < options.limit:
-        print(f"only {len(selection.train)} of {options.limit} training prompts exist", file=sys.stderr)
-    if selection.skipped:
-        where = options.out / "skipped.jsonl"
-        print(f"skipped {len(selection.skipped)} entries, see {where}{_reasons(selection.skipped)}", file=sys.stderr)
-    print(f"{len(selection.train)} training and {len(selection.heldout)} held-out prompts in {options.out}")
+    made.add_argument("--near", type=float, metavar="J", help="drops prompts this similar, such as 0.8 (MinHash)")
+    made.add_argument("--decontaminate", nargs="+", default=[], metavar="FILE|NAME", help="evaluation sets")
+    run(made, choose, arguments)
 
 
 if __name__ == "__main__":

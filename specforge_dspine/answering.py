@@ -21,7 +21,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from data_prep.chat import Message, answer_text, prompt_ids, unfinished_reasoning
-from data_prep.ledger import Key, Ledger, Record
+from data_prep.files import to_line
+from data_prep.ledger import Ledger
 from specforge_dspine.drafting import Anticipated, BlockDrafter
 from specforge_dspine.rounds import Drafter, Target, Trace, decode
 from specforge_dspine.sampling import Sampling
@@ -29,6 +30,9 @@ from specforge_dspine.sets import EvaluationSet, Prompt
 from specforge_dspine.stream.client import SGLangClient
 from specforge_dspine.stream.record import TargetIdentity, read_record
 from specforge_dspine.verifiers import CapturedAnswer, ModelTarget, ServedTarget
+
+Record = dict[str, Any]
+"""What is kept of one answer, as JSON."""
 
 
 class LiveMismatch(RuntimeError):
@@ -123,9 +127,10 @@ class Answering:
     ) -> None:
         self.drafter, self.target, self.tokenizer = drafter, target, tokenizer
         self.settings, self.ledger, self.stop, self.room = settings, ledger, stop, room
+        self.records = {record_key(record): record for record in ledger.kept()}
 
-    def run(self, sets: Sequence[EvaluationSet]) -> list[Record]:
-        """All records, in order; those that the ledger lacks are decoded and appended to it, one by one.
+    def run(self, sets: Sequence[EvaluationSet]) -> int:
+        """Decode what the ledger lacks and keep it there, one by one; returns how many records it then holds.
 
         Raises:
             LiveMismatch: a captured answer's replay differs from real decoding.
@@ -137,14 +142,16 @@ class Answering:
         with tqdm(jobs, desc="answers", unit=" answer", smoothing=0) as bar:
             for temperature, each, prompt, turn, index in bar:
                 key = record_key({"set": each.name, "prompt": prompt.name, "turn": turn, "temperature": temperature})
-                if key not in self.ledger.records:
-                    self.ledger.append([self._record(temperature, each, prompt, turn, index)])
-                record = self.ledger.records[key]
+                if key not in self.records:
+                    self.records[key] = self._record(temperature, each, prompt, turn, index)
+                    self.ledger.keep(to_line(self.records[key]))
+                    self.ledger.commit()
+                record = self.records[key]
                 if "trace" in record:
                     trace = Trace.from_json(record["trace"])
                     tokens, rounds = tokens + trace.tokens, rounds + len(trace.rounds)
                     bar.set_postfix_str(f"τ {tokens / max(rounds, 1):.3f}", refresh=False)
-        return list(self.ledger.records.values())
+        return len(self.records)
 
     def _jobs(self, sets: Sequence[EvaluationSet]) -> Iterator[tuple[float, EvaluationSet, Prompt, int, int]]:
         """Temperature, set, prompt, turn, and the prompt's place in its set."""
@@ -191,7 +198,7 @@ class Answering:
             history.append({"role": "system", "content": prompt.system})
         for earlier in range(turn):
             key = {"set": each.name, "prompt": prompt.name, "turn": earlier, "temperature": temperature}
-            record = self.ledger.records[record_key(key)]
+            record = self.records[record_key(key)]
             if "skipped" in record:
                 return {"skipped": "an earlier turn was skipped"}
             said = answer_text(self.tokenizer, Trace.from_json(record["trace"]).answer)
@@ -230,6 +237,6 @@ class Answering:
         )
 
 
-def record_key(record: Record) -> Key:
+def record_key(record: Record) -> tuple[str, int]:
     """Where a record belongs."""
     return f"{record['temperature']:g} {record['set']} {record['prompt']}", record["turn"]

@@ -21,7 +21,6 @@ import os
 import shutil
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +30,9 @@ import torch
 from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
 from tqdm import tqdm
 
+from specforge_dspine.fingerprint import model_fingerprint
 from specforge_dspine.stream.client import SGLangClient, StreamProofError
-from specforge_dspine.stream.record import RecordError, Sample, TargetIdentity, sample_name
+from specforge_dspine.stream.record import RecordError, Sample, SampleNames, TargetIdentity
 from specforge_dspine.stream.server import ManagedServer, ServerFailed, parse_ids
 from specforge_dspine.version import VERSION
 
@@ -47,13 +47,12 @@ class CaptureStopped(RuntimeError):
 def read_samples(path: Path, vocab_size: int, max_length: int | None) -> tuple[list[Sample], list[dict[str, str]]]:
     """Samples of a JSONL file, named by content, and a note on every line that holds none.
 
-    Sequences are cut after ``max_length`` tokens, which changes nothing for the tokens before. A sample
-    that occurs again gets its name with "-1", "-2", … behind it. Each note has the keys ``sample`` (the
-    line) and ``reason``.
+    Sequences are cut after ``max_length`` tokens, which changes nothing for the tokens before. Each note has
+    the keys ``sample`` (the line) and ``reason``.
     """
     samples: list[Sample] = []
     dropped: list[dict[str, str]] = []
-    seen: Counter[str] = Counter()
+    names = SampleNames()
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -61,10 +60,7 @@ def read_samples(path: Path, vocab_size: int, max_length: int | None) -> tuple[l
             except ValueError as error:
                 dropped.append({"sample": f"line {number}", "reason": str(error)})
                 continue
-            name = sample_name(ids, mask)
-            suffix = f"-{seen[name]}" if seen[name] else ""
-            seen[name] += 1
-            samples.append(Sample(name + suffix, ids, mask))
+            samples.append(Sample(names.next(ids, mask), ids, mask))
     return samples, dropped
 
 
@@ -88,22 +84,6 @@ def _integers(row: Any, key: str) -> list[int]:
     if not isinstance(values, list) or any(type(value) is not int for value in values):
         raise ValueError(f"{key} must be a list of integers")
     return values
-
-
-def fingerprint(model_path: Path) -> str:
-    """SHA-256 over a model directory's config and, per weight file, its name, size and 16 sampled blocks.
-
-    Training changes weights everywhere, so samples tell checkpoints apart without reading them whole.
-    """
-    digest = hashlib.sha256()
-    for path in [model_path / "config.json", *sorted(model_path.glob("*.safetensors"))]:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for k in range(16):
-                file.seek(size * k // 16)
-                digest.update(file.read(1 << 16))
-    return digest.hexdigest()
 
 
 class FeatureFolder:
@@ -230,7 +210,7 @@ def run(options: argparse.Namespace) -> FeatureFolder:
     target = TargetIdentity.from_config(options.target, options.layers, options.dtype)
     inputs = asdict(target) | {
         "model_path": str(Path(options.target).resolve()),
-        "model_fingerprint": fingerprint(Path(options.target)),
+        "model_fingerprint": model_fingerprint(Path(options.target)),
         "version": VERSION,
         "samples_sha256": hashlib.sha256(options.samples.read_bytes()).hexdigest(),
         "max_length": options.max_length,

@@ -33,7 +33,8 @@ from specforge_dspine.decoding import (
 )
 from specforge_dspine.distillation import Distil, distil, distil_by_autograd, teacher_distribution
 from specforge_dspine.model import DraftOutput
-from specforge_dspine.objective import Rows, cosine_terms, gathered, refinement_terms, supervised_rows
+from specforge_dspine.objective import cosine_terms, refinement_terms
+from specforge_dspine.rows import Rows, gathered, supervised_rows
 from specforge_dspine.sampling import GREEDY
 from specforge_dspine.transfer import build_transfer_space
 from specforge_dspine.vectors import VectorFileError, Vectors

@@ -28,21 +28,21 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from data_prep.chat import check_template
+from data_prep.chat import THINKING, check_template
 from data_prep.files import read_jsonl
-from data_prep.ledger import Ledger, Record
-from specforge_dspine.acceptance import over_sets, summary
-from specforge_dspine.answering import Answering, LiveMismatch, Settings, Verifying, record_key
-from specforge_dspine.capture import fingerprint
+from data_prep.ledger import Ledger
+from specforge_dspine.acceptance import INTERVAL, over_sets, summary
+from specforge_dspine.answering import Answering, LiveMismatch, Record, Settings, Verifying
 from specforge_dspine.drafting import BlockDrafter
 from specforge_dspine.export import DTYPES, load_dflash, load_draft
+from specforge_dspine.fingerprint import model_fingerprint
 from specforge_dspine.formats import CONFIG, integer, section
 from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.plan import check_features
 from specforge_dspine.reference import read_json
 from specforge_dspine.rounds import Trace
 from specforge_dspine.rundir import write_json
-from specforge_dspine.sets import SYNTAX, EvaluationSet, open_set
+from specforge_dspine.sets import SYNTAX, EvaluationSet, open_set, skip_text
 from specforge_dspine.signals import Interrupted, unwinding_signals
 from specforge_dspine.stream.client import StreamProofError
 from specforge_dspine.stream.record import RecordError, TargetIdentity
@@ -52,7 +52,6 @@ from specforge_dspine.vocabulary import emittable
 
 ROUNDS, RESULT = "rounds.jsonl", "result.json"
 VARIANTS = ("draft", "unrefined", "untrained")
-THINKING = {"on": True, "off": False, "none": None}
 SKIPS_SHOWN = 5  # of a set, on the screen; result.json has all
 
 
@@ -85,7 +84,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         else:
             check_template(tokenizer, settings.thinking)
     facts = identity(options, settings, draft, target, tokenizer, sets)
-    ledger = Ledger(options.out / ROUNDS, facts, record_key)
+    ledger = Ledger([options.out / ROUNDS], "evaluate", facts)
     if options.overwrite:
         ledger.discard()
     if not ledger.is_finished():
@@ -111,7 +110,7 @@ def open_sets(specs: Sequence[str], limit: int | None) -> list[EvaluationSet]:
         raise ValueError(f"--sets {' '.join(specs)}: a set occurs twice; evaluate it again into another --out")
     for each in sets:
         for skip in each.skipped[:SKIPS_SHOWN]:
-            print(f"{each.source}, line {skip['line']}: skipped: {skip['reason']}", file=sys.stderr)
+            print(f"{each.source}, skipped: {skip_text(skip)}", file=sys.stderr)
         if len(each.skipped) > SKIPS_SHOWN:
             print(f"{each.source}: {len(each.skipped)} entries skipped, see {RESULT}", file=sys.stderr)
     return sets
@@ -196,7 +195,7 @@ def identity(
         },
         "target": asdict(target)
         | {
-            "fingerprint": fingerprint(options.target),
+            "fingerprint": model_fingerprint(options.target),
             "verified_by": "SGLang server" if options.server else "transformers",
         },
         "chat_template": {
@@ -225,7 +224,7 @@ def draft_facts(folder: Path, draft: DSpineDraftModel) -> dict[str, Any]:
     method = draft.settings
     return {
         "path": str(folder),
-        "fingerprint": fingerprint(folder),
+        "fingerprint": model_fingerprint(folder),
         "block_size": draft.block_size,
         "layers": len(draft.layers),
         "causal": method.causal,
@@ -254,7 +253,7 @@ def figures(records: Sequence[Record], temperatures: Sequence[float], proposals:
                 "sets": {name: summary(traces, proposals) for name, traces in sets.items()},
             }
     return {
-        "interval": "bootstrap over prompts, 10000 resamples",
+        "interval": INTERVAL,
         "decoded_live": sum(bool(record.get("live")) for record in records),
         "answers_skipped": [record for record in records if "skipped" in record],
         "seconds": round(sum(record["seconds"] for record in records), 1),

@@ -21,7 +21,8 @@ from specforge.training.model_loading import resolve_draft_config
 from specforge.training.schedule import validate_fixed_accumulation_plan
 from specforge.utils import get_device_type
 
-from specforge_dspine.capture import MANIFEST, fingerprint
+from specforge_dspine.capture import MANIFEST
+from specforge_dspine.fingerprint import model_fingerprint
 from specforge_dspine.model import DSpineDraftModel
 from specforge_dspine.recipe import Recipe, RecipeError
 from specforge_dspine.registration import dspine_registry
@@ -299,7 +300,7 @@ def check_features(folder: Path, target: TargetIdentity) -> None:
     expected = json.loads(json.dumps(asdict(target)))  # tuples become lists, as in the file
     del expected["model_path"]  # the content tells models apart, wherever they lie
     if Path(target.model_path).is_dir():
-        expected["model_fingerprint"] = fingerprint(Path(target.model_path))
+        expected["model_fingerprint"] = model_fingerprint(Path(target.model_path))
     found = manifest["inputs"]
     differing = [f"{k}: there {found.get(k)!r}, here {v!r}" for k, v in expected.items() if found.get(k) != v]
     if differing:

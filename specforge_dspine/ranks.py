@@ -1,8 +1,10 @@
-"""Work that rank 0 does for all ranks, without leaving the others waiting when it fails."""
+"""Work that rank 0 does for all ranks, without leaving the others waiting when it fails; a run's own environment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +12,18 @@ import torch.distributed as dist
 
 class RunFailed(RuntimeError):
     """A run that cannot go on, for a reason that the message gives; no fault of the code."""
+
+
+@contextlib.contextmanager
+def own_environment() -> Iterator[None]:
+    """What a run sets in ``os.environ`` (rendezvous, sharding) ends with it: the next run in this process, or a
+    process that it starts, would meet the same port."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def on_every_rank(rank: int, action: Callable[[], Any]) -> Any:

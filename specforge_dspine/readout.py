@@ -23,8 +23,8 @@ from specforge_dspine.curriculum import draw_blocks
 from specforge_dspine.decoding import candidates, never_emitted
 from specforge_dspine.drafting import BlockDrafter
 from specforge_dspine.interventions import BACKBONE, REFINED
-from specforge_dspine.objective import supervised_rows
 from specforge_dspine.probing import recorded_states
+from specforge_dspine.rows import supervised_rows
 from specforge_dspine.training_model import draft_blocks
 
 EPS = 1e-6

@@ -85,7 +85,7 @@ NOT_READ: dict[str, dict[str, str | None]] = {
         },
     },
     "data": {
-        "train_data_path": "data_prep.regenerate, then data.prompts_path: drafts learn from the target's own answers",
+        "train_data_path": "data_prep, then data.prompts_path: drafts learn from the target's own answers",
         "eval_data_path": "specforge_dspine.capture, then heldout.hidden_states_path",
         "eval_hidden_states_path": "heldout.hidden_states_path",
         "chat_template": "data_prep.regenerate",

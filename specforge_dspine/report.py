@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.files import read_jsonl, write_text
+from data_prep.files import read_jsonl, replacing
 from specforge_dspine.acceptance import summary, tau, tau_interval
 from specforge_dspine.evaluate import RESULT, ROUNDS, traces_of
 from specforge_dspine.reference import read_json
@@ -123,7 +123,8 @@ def make_report(evaluations: Mapping[str, Path], out: Path, run: Path | None) ->
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         metrics = [values for values in map(json.loads, lines) if "loss" in values]  # others: held-out samples
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / "report.json", json.dumps(report))  # on one line: most of it is ids
+    with replacing(out / "report.json") as file:
+        file.write(json.dumps(report).encode())  # on one line: most of it is ids
     draw(out / "report.png", report, metrics)
     return report
 

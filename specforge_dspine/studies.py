@@ -17,7 +17,6 @@ every prompt gave; the same command continues a study that was stopped. Fields: 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from data_prep.files import read_jsonl, write_text
+from data_prep.files import read_jsonl, replacing, to_line
 from data_prep.ledger import Ledger
 from specforge_dspine.branches import encode
 from specforge_dspine.drafting import anticipate
@@ -132,7 +131,7 @@ def readout(options: argparse.Namespace) -> str:
     text = readout_markdown(result)
     options.out.mkdir(parents=True, exist_ok=True)
     readout_picture(options.out / "readout.png", result)
-    write_text(options.out / "readout.md", text)
+    write_page(options.out / "readout.md", text)
     write_json(options.out / "readout.json", result)
     return text
 
@@ -157,17 +156,19 @@ def interventions(options: argparse.Namespace) -> str:
         "limit": options.limit,
         "sources": {"heldout": {"path": str(options.heldout), "sha256": heldout.sha256()}},
     }
-    ledger = Ledger(options.out / "timing.jsonl", json.loads(json.dumps(facts)), lambda each: (each["prompt"], 0))
+    ledger = Ledger([options.out / "timing.jsonl"], "studies timing", facts)
     if options.overwrite:
         ledger.discard()
     if not ledger.is_finished():
         with ledger:
             model: Any = AutoModelForCausalLM.from_pretrained(options.target, dtype=pair.drafter.embedding.dtype)
             model = model.to(options.device).eval()
+            done = {record["prompt"] for record in ledger.kept()}
             for prompt in tqdm(heldout.prompts, desc="interventions", unit=" prompt", smoothing=0):
-                if (prompt.name, 0) not in ledger.records:
-                    ledger.append([intervene(pair, model, prompt, k, options)])
-            ledger.finish([ledger.records[prompt.name, 0] for prompt in heldout.prompts], {})
+                if prompt.name not in done:
+                    ledger.keep(to_line(intervene(pair, model, prompt, k, options)))
+                    ledger.commit()
+            ledger.finish(len(heldout.prompts), {})
     records = read_jsonl(options.out / "timing.jsonl")
     used = [record for record in records if record["blocks"]]
     if not used:
@@ -187,9 +188,15 @@ def interventions(options: argparse.Namespace) -> str:
     text = timing_markdown(result)
     timing_picture(options.out / "timing.png", result)
     predecessor_picture(options.out / "predecessor.png", result)
-    write_text(options.out / "timing.md", text)
+    write_page(options.out / "timing.md", text)
     write_json(options.out / "timing.json", result)
     return text
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write Markdown at once."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def intervene(pair: Pair, model: Any, prompt: Prompt, k: int, options: argparse.Namespace) -> dict[str, Any]:

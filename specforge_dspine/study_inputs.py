@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from specforge_dspine.acceptance import INTERVAL
 from specforge_dspine.answering import Verifying
-from specforge_dspine.capture import fingerprint
 from specforge_dspine.drafting import BlockDrafter
 from specforge_dspine.evaluate import check_pair, draft_facts, dtype_of, open_draft, version_facts
+from specforge_dspine.fingerprint import model_fingerprint
 from specforge_dspine.plan import check_features
 from specforge_dspine.sets import EvaluationSet, Prompt, open_set
 from specforge_dspine.stream.record import TargetIdentity, read_record
-
-INTERVAL = "bootstrap over prompts, 10000 resamples"
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def open_pair(options: argparse.Namespace) -> Pair:
     drafter = BlockDrafter(draft.to(tables.device), tables.head, tables.embedding)
     facts = {
         "draft": draft_facts(options.draft, draft),
-        "target": asdict(target) | {"fingerprint": fingerprint(options.target)},
+        "target": asdict(target) | {"fingerprint": model_fingerprint(options.target)},
         "versions": version_facts(),
         "seed": options.seed,
         "interval": INTERVAL,

@@ -31,7 +31,7 @@ from specforge_dspine.formats import FLAVOURS, CheckpointError, refuse_unservabl
 from specforge_dspine.host import bootstrap_single_process_env, build_model_bundle
 from specforge_dspine.metrics import RunLogger
 from specforge_dspine.plan import Plan, make_plan
-from specforge_dspine.ranks import RunFailed, on_every_rank
+from specforge_dspine.ranks import RunFailed, on_every_rank, own_environment
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
 from specforge_dspine.rundir import DELIVERY_LOG, accept, claim_run_dir, exclusive, restore_best, write_json
 from specforge_dspine.signals import Interrupted, unwinding_signals
@@ -175,13 +175,14 @@ def run(recipe: Recipe, *, resume: bool) -> int:
         RunFailed, FloatingPointError: the run cannot go on.
     """
     host = recipe.host
-    os.environ["FSDP_SHARDING"] = host.training.fsdp_sharding  # else SpecForge's backend ignores the recipe
-    set_seed(host.training.seed)
-    bootstrap_single_process_env()
-    init_distributed(timeout=host.training.dist_timeout)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(own_environment())
+        os.environ["FSDP_SHARDING"] = host.training.fsdp_sharding  # else SpecForge's backend ignores the recipe
+        set_seed(host.training.seed)
+        bootstrap_single_process_env()
+        init_distributed(timeout=host.training.dist_timeout)
         stack.callback(destroy_distributed)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
         plan = make_plan(recipe, ranks=ranks)
 
         def claim() -> str | None:

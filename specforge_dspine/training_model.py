@@ -16,7 +16,8 @@ from specforge_dspine.curriculum import Blocks
 from specforge_dspine.distillation import Distil, distil
 from specforge_dspine.masks import block_mask, flex_block_mask
 from specforge_dspine.model import DraftOutput, DSpineDraftModel
-from specforge_dspine.objective import Loss, Rows, Share, alone, look_ahead, objective, supervised_rows
+from specforge_dspine.objective import Loss, Share, alone, look_ahead, objective
+from specforge_dspine.rows import Rows, supervised_rows
 
 
 class DSpineTrainingModel(nn.Module):

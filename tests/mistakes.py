@@ -25,14 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specforge_dspine import config as configuration
-from specforge_dspine import curriculum, curve_world, distillation, masks, objective, transfer
+from specforge_dspine import curriculum, curve_world, distillation, masks, objective, rows, transfer
 from specforge_dspine.conformance import conformance
 from specforge_dspine.curve_compare import Deviation, compare
 from specforge_dspine.curves import CURVES, load_reference, run_curve, world_in
 from specforge_dspine.distillation import Candidates, Distil, Distilled
 from specforge_dspine.injection import AdjacentCausalInjection
 from specforge_dspine.model import DSpineDraftModel
-from specforge_dspine.objective import Refined, Rows
+from specforge_dspine.objective import Refined
+from specforge_dspine.rows import Rows
 from specforge_dspine.transfer import FLOOR, TransferSpace
 
 HERE = Path(__file__).parent
@@ -108,7 +109,7 @@ def rows_changed(change: Callable[[Rows, Tensor], Rows]) -> AbstractContextManag
 
         return changed
 
-    return everywhere(objective.supervised_rows, make)
+    return everywhere(rows.supervised_rows, make)
 
 
 def next_position(rows: Rows, input_ids: Tensor, ahead: int) -> Tensor:

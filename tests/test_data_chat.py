@@ -6,7 +6,7 @@ import pytest
 from qwen3_tokenizer import qwen3_chat_tokenizer, qwen3_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.chat import answer_text, check_template, prompt_ids, training_sample, unfinished_reasoning
+from data_prep.chat import answer_text, check_template, prompt_ids, split_reasoning, unfinished_reasoning
 
 EMPTY_REASONING = "<think>\n\n</think>\n\n"
 CHAT = [
@@ -21,19 +21,10 @@ def qwen() -> PreTrainedTokenizerFast:
     return qwen3_chat_tokenizer()
 
 
-def supervised(sample: dict, tokenizer: PreTrainedTokenizerFast) -> str:
-    pairs = zip(sample["input_ids"], sample["loss_mask"], strict=True)
-    return tokenizer.decode([token for token, mask in pairs if mask])
-
-
 def test_thinking_off_puts_the_empty_block_into_the_prompt(qwen: PreTrainedTokenizerFast) -> None:
     # SpecForge#296, NeMo#3738: the template's own <think></think> was trained on.
     prompt = prompt_ids(qwen, CHAT[:1], enable_thinking=False)
     assert qwen.decode(prompt).endswith(f"<|im_start|>assistant\n{EMPTY_REASONING}")
-    generated = [*qwen("It is 4.").input_ids, qwen.eos_token_id]
-    sample = training_sample("a.0", prompt, generated, source="test", finish="stop")
-    assert supervised(sample, qwen) == "It is 4.<|im_end|>"
-    assert sample["input_ids"] == prompt + generated and sample["prompt_tokens"] == len(prompt)
 
 
 def test_thinking_on_leaves_the_reasoning_to_the_target(qwen: PreTrainedTokenizerFast) -> None:
@@ -68,6 +59,19 @@ def test_answers_enter_the_history_as_a_client_sees_them(qwen: PreTrainedTokeniz
 )
 def test_reasoning_cut_off_is_recognised(text: str, unfinished: bool) -> None:
     assert unfinished_reasoning(text) is unfinished
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("<think>\nHm\n</think>\n\nYes", ("Hm", "Yes")),
+        ("Hm\n</think>\nYes", ("Hm", "Yes")),
+        ("<think>\n\n</think>\n\nYes", ("", "Yes")),
+        ("Yes", ("", "Yes")),
+    ],
+)
+def test_reasoning_is_split_as_the_template_does(content: str, parts: tuple[str, str]) -> None:
+    assert split_reasoning(content) == parts
 
 
 def test_prompts_end_with_the_user(qwen: PreTrainedTokenizerFast) -> None:

@@ -1,42 +1,51 @@
-"""A job's output file: it continues after a kill, and is never taken for another job's."""
+"""A job's output: it continues after a kill, is never half there, and is never taken for another job's."""
 
 from __future__ import annotations
 
 import json
+import resource
+import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_prep.ledger import Key, Ledger, Record
+from data_prep.ledger import Ledger, LedgerError, read_kept_keys
 
 INPUTS = {"target": "abc", "max_length": 512, "thinking": None}
-
-
-def key(record: Record) -> Key:
-    return record["name"], record["turn"]
-
-
-def rows(*numbers: int) -> list[Record]:
-    return [{"name": f"ü{number}", "turn": 0} for number in numbers]
+ROOT = Path(__file__).parent.parent
 
 
 def open_ledger(out: Path, **changed: Any) -> Ledger:
-    return Ledger(out, INPUTS | changed, key)
+    return Ledger([out], "test", INPUTS | changed)
+
+
+def keep(ledger: Ledger, *names: str) -> None:
+    for name in names:
+        ledger.keep(json.dumps({"name": name}).encode() + b"\n", key=hash(name) % (1 << 64))
 
 
 def finished(out: Path) -> Path:
     with open_ledger(out) as ledger:
-        ledger.append(rows(1, 2))
-        ledger.finish(rows(1, 2), {"samples": 2})
+        keep(ledger, "ü1", "ü2")
+        ledger.drop("file", 3, "odd", "very")
+        ledger.finish(3, {"fact": 7})
     return out
 
 
-def test_a_finished_job_is_recognised(tmp_path: Path) -> None:
+def test_a_finished_job_is_recognised_and_complete(tmp_path: Path) -> None:
     out = finished(tmp_path / "deep" / "out.jsonl")
-    assert [json.loads(line) for line in out.read_text().splitlines()] == rows(1, 2)
+    assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["ü1", "ü2"]
+    names = ["out.jsonl", "out.jsonl.dropped.jsonl", "out.jsonl.summary.json"]
+    assert sorted(path.name for path in out.parent.iterdir()) == names
+    summary = json.loads((out.parent / names[2]).read_text())
+    assert (summary["rows_in"], summary["rows_kept"], summary["rows_dropped"]) == (3, 2, {"odd": 1})
+    assert summary["fact"] == 7
+    dropped = json.loads((out.parent / names[1]).read_text())
+    assert dropped == {"file": "file", "line": 3, "reason": "odd", "detail": "very"}
     assert open_ledger(out).is_finished()
-    assert sorted(path.name for path in out.parent.iterdir()) == ["out.jsonl", "out.jsonl.meta.json"]
 
 
 @pytest.mark.parametrize("changed", [{"max_length": 256}, {"thinking": False}, {"target": "abd"}, {"new": 1}])
@@ -44,70 +53,129 @@ def test_every_changed_input_is_refused_by_name(tmp_path: Path, changed: dict[st
     # Soup#1067: cached features were reused after the template, the length or the tokenizer had changed.
     out = finished(tmp_path / "out.jsonl")
     (name, value), *_ = changed.items()
-    with pytest.raises(ValueError, match=rf"{name} was .* and is now {value!r}.*--overwrite"):
+    with pytest.raises(LedgerError, match=rf"{name} was .* and is now {value!r}.*--overwrite"):
         open_ledger(out, **changed).is_finished()
     ledger = open_ledger(out, **changed)
     ledger.discard()
-    assert not ledger.is_finished()
+    assert not ledger.is_finished() and not out.exists()
 
 
 def test_an_unfinished_job_with_other_inputs_is_refused_too(tmp_path: Path) -> None:
     with open_ledger(tmp_path / "out.jsonl") as ledger:
-        ledger.append(rows(1))
-    with pytest.raises(ValueError, match="target was 'abc'"):
-        open_ledger(tmp_path / "out.jsonl", target="x").is_finished()
+        keep(ledger, "a")
+    with pytest.raises(LedgerError, match="target was 'abc'"), open_ledger(tmp_path / "out.jsonl", target="x"):
+        pass
 
 
 def test_foreign_and_altered_files_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
-    with pytest.raises(ValueError, match=r"without out\.jsonl\.meta\.json"):
+    with pytest.raises(LedgerError, match=r"without out\.jsonl\.summary\.json: not from here"):
         open_ledger(out).is_finished()
     out.unlink()
     finished(out).write_text("altered\n")
-    with pytest.raises(ValueError, match="changed after it was written"):
+    with pytest.raises(LedgerError, match="changed after it was written"):
         open_ledger(out).is_finished()
 
 
-@pytest.mark.parametrize("cut", [1, 5, 20])
-def test_a_cut_last_line_is_dropped_and_written_again(tmp_path: Path, cut: int) -> None:
-    out = tmp_path / "out.jsonl"
-    with open_ledger(out) as ledger:
-        ledger.append(rows(1, 2))
-        ledger.append(rows(3, 4))
-    partial = tmp_path / "out.jsonl.partial"
-    whole = partial.read_bytes()
-    partial.write_bytes(whole[:-cut])
-    with open_ledger(out) as ledger:
-        assert list(ledger.records.values()) == rows(1, 2)
-        ledger.append(rows(3, 4))
-        assert partial.read_bytes() == whole
-    with open_ledger(out) as ledger:
-        assert list(ledger.records.values()) == rows(1, 2, 3, 4)
-
-
-def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
+def test_lost_rows_are_an_error(tmp_path: Path) -> None:
     with open_ledger(tmp_path / "out.jsonl") as ledger:
-        ledger.append(rows(1))
-    partial = tmp_path / "out.jsonl.partial"
-    partial.write_bytes(b"{]\n" + partial.read_bytes())
-    with pytest.raises(ValueError, match="line 1 is damaged"), open_ledger(tmp_path / "out.jsonl"):
-        pass
+        keep(ledger, "a")
+        with pytest.raises(RuntimeError, match="2 rows came in, 1 were kept and 0 dropped"):
+            ledger.finish(2, {})
+    assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_killed_while_finishing(tmp_path: Path) -> None:
+KILLED = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from data_prep.ledger import Ledger
+with Ledger([Path({out!r})], "test", {inputs!r}) as ledger:
+    ledger.keep(b"committed\\n", key=2**64 - 1)
+    ledger.set_fact("done", 1)
+    ledger.commit()
+    ledger.keep(b"not committed\\n" * 100000)
+    ledger.set_fact("done", 2)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_was_committed_survives_a_kill_and_nothing_else_does(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
+    code = KILLED.format(root=str(ROOT), out=str(out), inputs=INPUTS)
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert not out.exists()
     with open_ledger(out) as ledger:
-        ledger.append(rows(1))
-    out.write_text("the file was there, its hash was not yet\n")
+        assert ledger.fact("done") == 1 and ledger.counts() == (1, {})
+        assert list(read_kept_keys(ledger.db)) == [2**64 - 1]
+        ledger.finish(1, {})
+    assert out.read_bytes() == b"committed\n"
+
+
+def test_rows_come_in_the_order_of_their_places(tmp_path: Path) -> None:
+    with open_ledger(tmp_path / "out.jsonl") as ledger:
+        for place in (5, 1, 3):
+            ledger.keep(b"%d\n" % place, place=place)
+        ledger.finish(3, {})
+    assert (tmp_path / "out.jsonl").read_bytes() == b"1\n3\n5\n"
+
+
+@pytest.mark.parametrize("name", [".out.jsonl.new", ".out.jsonl.dropped.jsonl.new", ".out.jsonl.summary.json.new"])
+def test_a_full_disk_at_the_end_loses_nothing(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out.jsonl"
+    (tmp_path / name).symlink_to("/dev/full")
+    with open_ledger(out) as ledger:
+        keep(ledger, *(str(number) for number in range(5000)))
+        with pytest.raises(LedgerError, match=r"No space left on device.*the same command finishes the work"):
+            ledger.drop("file", 1, "odd", "")
+            ledger.finish(5001, {})
     assert not open_ledger(out).is_finished()
     with open_ledger(out) as ledger:
-        ledger.finish(ledger.records.values(), {})
-    assert open_ledger(out).is_finished()
+        ledger.finish(5001, {})
+    assert open_ledger(out).is_finished() and len(out.read_text().splitlines()) == 5000
+
+
+def limit_files_to(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_file_size_limit_on_the_way_loses_nothing_that_was_done(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"prompt": f"{number} " + "x" * 5000}) + "\n" for number in range(2000)))
+    command = [sys.executable, "-m", "data_prep.prompts", "--input", str(chats), "--workers", "1"]
+    command += ["--output", str(tmp_path / "out.jsonl")]
+    small = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, preexec_fn=lambda: limit_files_to(6 << 20)
+    )
+    assert small.returncode == 1 and "make room, and the same command continues" in small.stderr
+    assert "Traceback" not in small.stderr and not (tmp_path / "out.jsonl").exists()
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in rows] == list(range(1, 2001))
+
+
+def test_what_is_no_file_is_not_replaced() -> None:
+    with pytest.raises(LedgerError, match="/dev/full is not an ordinary file"):
+        open_ledger(Path("/dev/full"))
+
+
+def test_a_damaged_partial_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl.partial").write_text("not a database, " * 100)
+    with pytest.raises(LedgerError, match=r"out\.jsonl\.partial: .*--overwrite"), open_ledger(tmp_path / "out.jsonl"):
+        pass
+    ledger = open_ledger(tmp_path / "out.jsonl")
+    ledger.discard()
+    assert not ledger.is_finished()
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     with open_ledger(tmp_path / "out.jsonl"):
         for enter in (open_ledger(tmp_path / "out.jsonl").__enter__, open_ledger(tmp_path / "out.jsonl").discard):
-            with pytest.raises(ValueError, match="another process"):
+            with pytest.raises(LedgerError, match="another process"):
                 enter()
+
+
+def test_a_lost_table_is_not_hidden(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="no such table"), open_ledger(tmp_path / "out.jsonl"):
+        raise sqlite3.OperationalError("no such table: bands")

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from small import save_tokenizer, tiny_recipe, write_samples
 from targets import EOS, build_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data_prep.ledger import Ledger
 from specforge_dspine.evaluate import RESULT, ROUNDS
 from specforge_dspine.evaluate import main as evaluate
 from specforge_dspine.report import main as report
@@ -137,8 +138,8 @@ def test_the_result_says_what_was_measured_and_how(
 ) -> None:
     assert evaluate(words(world, tmp_path, *sets(world), "--temperature", "0", "1", "--top-p", "0.9")) == 0
     said = capsys.readouterr()
-    assert f"{world / 'gsm8k.jsonl'}, line 3: skipped: not JSON" in said.err
-    assert f"{world / 'gsm8k.jsonl'}, line 4: skipped: content is not text" in said.err
+    assert f"{world / 'gsm8k.jsonl'}, skipped: line 3: not JSON" in said.err
+    assert f"{world / 'gsm8k.jsonl'}, skipped: line 4: content is not text" in said.err
     result = result_of(tmp_path)
     assert [skip["line"] for skip in result["sets"]["gsm8k"]["skipped"]] == [3, 4]
     assert result["sets"]["gsm8k"]["instruction"].startswith("{question}")
@@ -171,23 +172,25 @@ def test_a_killed_evaluation_continues_to_the_same_result(world: Path, tmp_path:
     extra = [*sets(world), "--temperature", "0", "1"]
     assert evaluate(words(world, tmp_path / "whole", *extra)) == 0
     process = start(world, tmp_path / "killed", *extra)
-    partial = tmp_path / "killed" / f"{ROUNDS}.partial"
+    assert process.stderr is not None
     try:
-        deadline = time.monotonic() + 120
-        while not (partial.exists() and len(partial.read_bytes().splitlines()) >= 3):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        shown = b""
+        while not re.search(rb"answers: [^\r]* [3-9]/\d+ ", shown):
+            part = os.read(process.stderr.fileno(), 1 << 16)
+            assert part, shown
+            shown += part
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert process.stderr is not None
         process.stderr.close()
-    kept = partial.read_bytes()
-    assert 3 <= len(kept.splitlines()) < 2 * (PROMPTS + 6)
+    summary = json.loads((tmp_path / "whole" / f"{ROUNDS}.summary.json").read_text())
+    with Ledger([tmp_path / "killed" / ROUNDS], "evaluate", summary["inputs"]) as ledger:
+        kept = list(ledger.kept())
+    assert 3 <= len(kept) < 2 * (PROMPTS + 6)
     assert evaluate(words(world, tmp_path / "killed", *extra)) == 0
     whole, continued = (records_of(tmp_path / name) for name in ("whole", "killed"))
     assert without_clock(continued) == without_clock(whole)
-    assert json.loads(kept.splitlines()[0])[0] == continued[0], "what was there was not decoded again"
+    assert continued[: len(kept)] == kept, "what was there was not decoded again"
     results = [result_of(tmp_path / name)["temperatures"] for name in ("whole", "killed")]
     assert results[0] == results[1]
 

@@ -10,7 +10,7 @@ from drafts import make_batch, make_blocks, make_model
 
 from specforge_dspine.curriculum import Blocks
 from specforge_dspine.distillation import distil, distil_by_autograd
-from specforge_dspine.objective import supervised_rows
+from specforge_dspine.rows import supervised_rows
 
 ANCHORS = [[4, 6, 11], [5, 17]]
 

@@ -14,9 +14,9 @@ from small import save_tokenizer, tiny_recipe, write_samples
 from targets import build_llama, build_qwen3
 
 from specforge_dspine import plan as planning
-from specforge_dspine.capture import fingerprint
 from specforge_dspine.config import DSpineSettings, small_draft_config
 from specforge_dspine.export import read_checkpoint, write_checkpoint
+from specforge_dspine.fingerprint import model_fingerprint
 from specforge_dspine.formats import READY, TABLE
 from specforge_dspine.host import build_model_bundle
 from specforge_dspine.model import DSpineDraftModel
@@ -203,7 +203,7 @@ def test_ids_that_the_recipe_excludes_join_the_mask(world: Path) -> None:
 def manifest(world: Path) -> dict[str, Any]:
     """What ``specforge_dspine.capture`` would have written beside the features."""
     target = dataclasses.asdict(resolve(world, offline=True).target)
-    return {"complete": True, "inputs": target | {"model_fingerprint": fingerprint(world / "target")}}
+    return {"complete": True, "inputs": target | {"model_fingerprint": model_fingerprint(world / "target")}}
 
 
 @pytest.mark.parametrize(

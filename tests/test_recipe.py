@@ -325,7 +325,7 @@ def test_a_plan_prints_the_run_and_starts_nothing(world: Path) -> None:
         ("model.target_model_path={world}", "Unrecognized model"),
         ("model.target_model_path={world}/mute", "/mute' holds no tokenizer"),
         ("model.draft_checkpoint_path={world}/none", "model.draft_checkpoint_path='"),
-        ("data.prompts_path={world}/none.jsonl", "no such file; data_prep.regenerate writes one"),
+        ("data.prompts_path={world}/none.jsonl", "no such file; data_prep.tokenize writes one"),
         ("data.prompts_path={world}/conversations.jsonl", "holds no token ids: DSpine learns from"),
         ("data.prompts_path={world}/torn.jsonl", "invalid JSON"),
         ("data.prompts_path={world}/unequal.jsonl", "unequal.jsonl:1 has mismatched input_ids/loss_mask lengths"),

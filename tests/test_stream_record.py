@@ -14,6 +14,7 @@ from targets import HIDDEN, LAYERS, VOCAB
 from specforge_dspine.stream.record import (
     RecordError,
     Sample,
+    SampleNames,
     TargetIdentity,
     check_layers,
     check_record,
@@ -145,6 +146,13 @@ def test_safe_names(name: str) -> None:
 def test_unsafe_names_are_refused_not_rewritten(name: str) -> None:
     with pytest.raises(ValueError, match="name = "):
         safe_name(name)
+
+
+def test_equal_samples_get_names_of_their_own() -> None:
+    names = SampleNames()
+    first, other, second, third = (names.next(*pair) for pair in [([7], [1]), ([8], [1]), ([7], [1]), ([7], [1])])
+    assert (second, third) == (f"{first}-1", f"{first}-2")
+    assert first == sample_name([7], [1]) and other == sample_name([8], [1])
 
 
 def test_sample_name_is_the_content() -> None:

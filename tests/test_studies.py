@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from targets import build_qwen3
 from torch import Tensor
 from transformers import AutoConfig
 
+from data_prep.files import to_line
+from data_prep.ledger import Ledger
 from specforge_dspine.branches import Branches, block_view, draft_from, encode, history
 from specforge_dspine.config import DSpineSettings, small_draft_config
 from specforge_dspine.drafting import BlockDrafter, anticipate
@@ -537,12 +538,11 @@ def test_a_stopped_study_continues_and_other_inputs_are_refused(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     arguments = ["--anchors", "2", "--limit", "2"]
     assert main(words(folders, "timing", "dspine", whole, *arguments)) == 0
-    shutil.copytree(whole, stopped)
     first = json.loads((whole / "timing.jsonl").read_text(encoding="utf-8").splitlines()[0]) | {"seconds": 0.125}
-    (stopped / "timing.jsonl").unlink()
-    (stopped / "timing.jsonl.partial").write_text(json.dumps([first]) + "\n", encoding="utf-8")  # as a kill leaves it
-    meta = json.loads((stopped / "timing.jsonl.meta.json").read_text(encoding="utf-8"))
-    (stopped / "timing.jsonl.meta.json").write_text(json.dumps({"inputs": meta["inputs"]}), encoding="utf-8")
+    inputs = json.loads((whole / "timing.jsonl.summary.json").read_text(encoding="utf-8"))["inputs"]
+    with Ledger([stopped / "timing.jsonl"], inputs.pop("command"), inputs) as ledger:  # and no more before a kill
+        ledger.keep(to_line(first))
+        ledger.commit()
     assert main(words(folders, "timing", "dspine", stopped, *arguments)) == 0
     lines = [(each / "timing.jsonl").read_text(encoding="utf-8").splitlines() for each in (whole, stopped)]
     records = [[json.loads(line) for line in each] for each in lines]

@@ -105,6 +105,13 @@ def test_exported_weights_are_the_checkpoints(finished: Path) -> None:
     assert all(value > 0 for value in written), "training has moved the injection from its identity"
 
 
+def test_a_run_leaves_the_environment_as_it_was(world: Path) -> None:
+    """Else the next process that starts from here would wait for, or listen at, this run's port."""
+    before = dict(os.environ)
+    assert main(["--recipe", str(write_recipe(world, world / "clean"))]) == 0
+    assert dict(os.environ) == before and "MASTER_PORT" not in before
+
+
 def test_a_used_directory_is_refused(world: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished / "metrics.jsonl").read_bytes()
     assert main(["--recipe", str(world / "run.yaml")]) == 2

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,6 +30,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_tokenizer(build(root / name))
     save_tokenizer(build_qwen3(root / "poisoned", poisoned_token=POISON))
     write_samples(root / "samples.jsonl", 24)
+    write_samples(root / "heldout.jsonl", 3, seed=9)
+    write_features(root / "llama", root / "heldout.jsonl", root / "heldout", [0, 2, 4])
     return root
 
 
@@ -54,17 +57,19 @@ def wait_until_gone(run: Path, seconds: float) -> float:
     return time.monotonic() - started
 
 
+def windows(world: Path) -> dict[str, dict[str, Any]]:
+    """Sections of a run with windows of two micro-batches and a look at held-out samples in its last step."""
+    return {
+        "training": {"batch_size": 1, "accumulation_steps": 2},
+        "heldout": {"hidden_states_path": str(world / "heldout"), "interval": 4},
+    }
+
+
 def test_streamed_run_over_a_tied_head(world: Path) -> None:
     """The whole path on a Llama-shaped target: proof, stream, windows of two micro-batches, a look at held-out
     samples, deletion after use, export."""
     run = world / "run"
-    write_samples(world / "heldout.jsonl", 3, seed=9)
-    heldout = write_features(world / "llama", world / "heldout.jsonl", world / "heldout", [0, 2, 4])
-    sections = {
-        "training": {"batch_size": 1, "accumulation_steps": 2},
-        "heldout": {"hidden_states_path": str(heldout), "interval": 4},
-    }
-    done = train(write_recipe(world, "run", "llama", **sections))
+    done = train(write_recipe(world, "run", "llama", **windows(world)))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stream proven" in done.stdout
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 4]
@@ -81,15 +86,18 @@ def test_streamed_run_over_a_tied_head(world: Path) -> None:
 
 def test_streamed_resume_continues_the_plan(world: Path) -> None:
     """Stopped after two steps and resumed: the same losses as the uninterrupted run, bit for bit."""
-    recipe = write_recipe(world, "halves", "llama", training={"total_steps": 4})
+    sections = windows(world)
+    recipe = write_recipe(
+        world, "halves", "llama", **sections | {"training": sections["training"] | {"total_steps": 4}}
+    )
     first = train(recipe, "training.max_steps=2")
     assert first.returncode == 0, first.stderr[-3000:]
     second = train(recipe, "--resume")
     assert second.returncode == 0, second.stderr[-3000:]
     whole, halves = metrics(world / "run"), metrics(world / "halves")
-    assert [line["step"] for line in halves] == [1, 2, 3, 4]
+    assert [line["step"] for line in halves] == [1, 2, 3, 4, 4]
     for ours, theirs in zip(halves, whole, strict=True):
-        for name in ("loss", "ce", "refined_ce", "grad_norm"):
+        for name in ("loss", "ce", "refined_ce", "grad_norm") if "loss" in theirs else ("eval/loss",):
             assert ours[name] == theirs[name], (ours["step"], name)
 
 

@@ -110,8 +110,11 @@ class SGLangClient:
         max_new_tokens: int,
         temperature: float = 0.0,
         stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
     ) -> list[Completion]:
         """Continues each prompt by up to ``max_new_tokens`` ids; results are in the order of the prompts.
+
+        ``seed`` decides the draws of a server that was started with ``--enable-deterministic-inference``.
 
         A sequence ends at one of the model's own end tokens (its generation config) or at one of
         ``stop_token_ids``; that token is part of ``output_ids``.
@@ -120,6 +123,7 @@ class SGLangClient:
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "stop_token_ids": list(stop_token_ids),
+            **({} if seed is None else {"sampling_seed": seed}),
         }
         answers = self._generate({"input_ids": list(prompts), "sampling_params": sampling})
         return [Completion(answer["output_ids"], self._finish(answer)) for answer in answers]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -163,6 +164,20 @@ def sample_name(input_ids: Sequence[int], loss_mask: Sequence[int]) -> str:
         for value in values:
             digest.update(int(value).to_bytes(8, "little", signed=True))
     return digest.hexdigest()[:16]
+
+
+class SampleNames:
+    """Names the samples of a file, one after the other, so that no two share a name."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def next(self, input_ids: Sequence[int], loss_mask: Sequence[int]) -> str:
+        """``sample_name``, with "-1", "-2", … behind it for a sample that occurs again."""
+        name = sample_name(input_ids, loss_mask)
+        copies = self._seen[name]
+        self._seen[name] += 1
+        return f"{name}-{copies}" if copies else name
 
 
 def mask_to_spans(loss_mask: Sequence[int]) -> list[list[int]]:

@@ -29,27 +29,27 @@ from specforge.runtime.data_plane.disaggregated import SharedDirFeatureStore
 
 from specforge_dspine.recipe import ALGORITHM, RecipeError
 from specforge_dspine.stream.client import SGLangClient
-from specforge_dspine.stream.record import RecordError, Sample, TargetIdentity, sample_name
+from specforge_dspine.stream.record import RecordError, Sample, SampleNames, TargetIdentity
 
 logger = logging.getLogger(__name__)
 
 
 def read_samples(path: str, *, max_length: int, max_prompts: int | None = None) -> list[Sample]:
     """Training samples of a pre-tokenised JSONL file, cut to ``max_length`` tokens; at least two consecutive
-    tokens of each are supervised. Names are content hashes; equal samples get "-1", "-2", ...
+    tokens of each are supervised. Named by ``SampleNames``.
 
     Raises:
         RecipeError: the file is missing, empty, or holds conversations instead of token ids.
         ValueError: a malformed line, with its number (SpecForge's reader).
     """
     if not os.path.isfile(path):
-        raise RecipeError(f"data.prompts_path={path!r}: no such file; data_prep.regenerate writes one")
+        raise RecipeError(f"data.prompts_path={path!r}: no such file; data_prep.tokenize writes one")
     with open(path, encoding="utf-8") as stream:
         first = stream.read(1 << 16).lstrip("[ \n")
     if '"input_ids"' not in first:
         raise RecipeError(
             f"data.prompts_path={path!r} holds no token ids: DSpine learns from the target's own answers; "
-            "write such a file with python -m data_prep.regenerate"
+            "write such a file with python -m data_prep.regenerate and then data_prep.tokenize"
         )
     tasks = prepare_prompt_tasks(
         path,
@@ -65,13 +65,11 @@ def read_samples(path: str, *, max_length: int, max_prompts: int | None = None) 
         max_prompts=max_prompts,
         loss_mask_filter=has_consecutive_supervised_tokens,
     )
-    seen: dict[str, int] = {}
+    names = SampleNames()
     samples = []
     for task in tasks:
         ids, mask = task["payload"]["input_ids"], task["payload"]["loss_mask"]
-        name = sample_name(ids, mask)
-        copies = seen[name] = seen.get(name, -1) + 1
-        samples.append(Sample(f"{name}-{copies}" if copies else name, ids, mask))
+        samples.append(Sample(names.next(ids, mask), ids, mask))
     if not samples:
         raise RecipeError(f"data.prompts_path={path!r}: no sample has two consecutive supervised tokens")
     return samples

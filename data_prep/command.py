@@ -1,0 +1,186 @@
+"""What all commands share: their form, the pass of rows through workers into a ledger, and how they end.
+
+python -m data_prep.X --input FILE|DIR|NAME ... --output FILE [--limit N] [--workers N] [--overwrite] ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data_prep.entries import Chunk
+from data_prep.inputs import Inputs
+from data_prep.ledger import Ledger
+from data_prep.pool import Workers, cores
+from specforge_dspine.signals import Interrupted, unwinding_signals
+
+COMMIT_S = 2.0
+"""Seconds of work that a kill may cost."""
+
+SHOWN_REASONS = 12
+
+INPUT_HELP = (
+    "files (.json, .jsonl, .parquet; .gz, .zst), folders, packages (chatterbot, reasoning-gym, ...), hub names"
+)
+
+
+def parser(name: str, text: str, *, workers: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options that every command has; ``workers`` for those that use all cores."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m data_prep.{name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--input", nargs="+", required=True, metavar="FILE|DIR|NAME", help=INPUT_HELP)
+    made.add_argument("--output", type=Path, required=True, metavar="FILE", help="the file to make")
+    made.add_argument("--limit", type=positive, metavar="N", help="rows to take at most (default: all)")
+    if workers:
+        made.add_argument("--workers", type=positive, default=cores(), metavar="N", help="default: one per core")
+    made.add_argument("--overwrite", action="store_true", help="start anew, whatever is there")
+    return made
+
+
+def positive(text: str) -> int:
+    """An integer from 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: at least 1")
+    return value
+
+
+@cache
+def code_version(*modules: str) -> str:
+    """A hash over the source of ``modules``, which decide an output: a changed rule is another job."""
+    total = hashlib.sha256()
+    for name in modules:
+        spec = find_spec(name)
+        assert spec is not None and spec.origin is not None
+        total.update(Path(spec.origin).read_bytes())
+    return total.hexdigest()[:16]
+
+
+def run(
+    made: argparse.ArgumentParser, work: Callable[[argparse.Namespace], str], arguments: Sequence[str] | None
+) -> None:
+    """Parses, works, and prints the sentence that comes back; errors that a user can mend end it with a message."""
+    options = made.parse_args(arguments)
+    try:
+        with unwinding_signals():
+            print(work(options))
+    except Interrupted as signal:
+        print(f"stopped by {signal}; the same command continues", file=sys.stderr)
+        sys.exit(128 + signal.signum)
+    except (ValueError, OSError) as error:  # LedgerError and ConnectionError among them
+        sys.exit(f"error: {error}")
+
+
+def perform(
+    ledger: Ledger,
+    options: argparse.Namespace,
+    work: Callable[[Ledger], Mapping[str, Any]],
+    ignored: Sequence[str] = (),
+) -> str:
+    """Does ``work``, or finds it done: returns a sentence about the output.
+
+    ``work`` gets the opened ledger and returns facts for the summary, among them ``rows_in``.
+    """
+    if options.overwrite:
+        ledger.discard()
+    if ledger.is_finished():
+        return f"{ledger.output} is there already, made from these very inputs"
+    for path in ignored:
+        print(f"not read, of no known kind: {path}", file=sys.stderr)
+    with ledger:
+        facts = dict(work(ledger))
+        summary = ledger.finish(facts.pop("rows_in"), facts, rows_kept=facts.pop("rows_kept", None))
+    dropped = summary["rows_dropped"]
+    for reason, number in list(dropped.items())[:SHOWN_REASONS]:
+        print(f"dropped {number}: {reason}", file=sys.stderr)
+    if dropped:
+        print(f"every dropped row with its line: {ledger.dropped_path}", file=sys.stderr)
+    files = ", ".join(f"{number} in {name}" for name, number in summary["rows_by_file"].items())
+    return f"{summary['rows_in']} rows read, {summary['rows_kept']} kept ({files})"
+
+
+class Passage:
+    """The rows of all inputs on their way through workers, in order; a continued job begins where it stopped.
+
+    Args:
+        in_turn: takes a row of each input in turn, instead of one input after the other.
+    """
+
+    def __init__(self, inputs: Inputs, workers: Workers, ledger: Ledger, *, in_turn: bool = False) -> None:
+        was = ledger.fact("position") or {}
+        self._ledger = ledger
+        self._streams = [
+            _Stream(each.chunks(), was.get("streams", {}).get(str(k), (0, 0)), workers)
+            for k, each in enumerate(inputs.found)
+        ]
+        self._next = was.get("next", 0)
+        self._in_turn = in_turn
+        self.rows_in: int = was.get("rows_in", 0)
+
+    def __iter__(self) -> Iterator[tuple[str, list[Any]]]:
+        """A source and what a worker said of some of its rows; whoever takes less of them calls :meth:`give_back`."""
+        committed = time.monotonic()
+        with tqdm(desc="rows", unit=" rows", initial=self.rows_in, disable=None) as bar:
+            while self._next is not None:
+                stream = self._streams[self._next]
+                source, results = stream.take(1 if self._in_turn else None)
+                if self._in_turn or not results:
+                    self._next = self._following(self._next)
+                if not results:
+                    continue
+                self.rows_in += len(results)
+                yield source, results
+                bar.update(len(results))
+                if time.monotonic() - committed > COMMIT_S:
+                    self._commit()
+                    committed = time.monotonic()
+
+    def give_back(self, rows: int) -> None:
+        """Some rows were read, but are not needed: they did not come in."""
+        self.rows_in -= rows
+
+    def _following(self, index: int) -> int | None:
+        if not self._in_turn:
+            return index + 1 if index + 1 < len(self._streams) else None
+        order = [*range(index + 1, len(self._streams)), *range(index + 1)]
+        return next((k for k in order if not self._streams[k].is_dry), None)
+
+    def _commit(self) -> None:
+        streams = {str(k): (stream.chunks, stream.rows) for k, stream in enumerate(self._streams)}
+        self._ledger.set_fact("position", {"streams": streams, "next": self._next, "rows_in": self.rows_in})
+        self._ledger.commit()
+
+
+class _Stream:
+    """What workers say of one input's rows. ``chunks`` are done with, and ``rows`` of the one after them."""
+
+    def __init__(self, chunks: Iterator[Chunk], position: tuple[int, int], workers: Workers) -> None:
+        self.chunks, self.rows = position
+        self.is_dry = False
+        self._results = workers.map(islice(chunks, self.chunks, None))
+        self._current: tuple[str, list[Any]] | None = None
+
+    def take(self, count: int | None) -> tuple[str, list[Any]]:
+        """The next ``count`` rows, or all that are at hand; none at the end."""
+        while self._current is None or self.rows >= len(self._current[1]):
+            if self._current is not None:
+                self.chunks, self.rows = self.chunks + 1, 0
+            self._current = next(self._results, None)
+            if self._current is None:
+                self.is_dry = True
+                return "", []
+        source, results = self._current
+        part = results[self.rows : None if count is None else self.rows + count]
+        self.rows += len(part)
+        return source, part

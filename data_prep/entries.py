@@ -1,0 +1,108 @@
+"""Entries of files before anyone knows what they mean, in chunks that a worker can parse.
+
+Whatever cannot be read is an :class:`OddEntry` in place of an entry: it keeps its line, and nobody forgets to count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+
+
+class OddEntry(ValueError):
+    """An entry that cannot be used.
+
+    Attributes:
+        reason: the kind of oddity, the same words for each of its kind.
+        detail: where in the entry, the value, and what to do.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
+
+Row = tuple[int | None, Any]
+"""The line on which an entry begins, or the number of a table's row, from 1; None for a whole file. And the entry."""
+
+
+class Chunk(Protocol):
+    """Some entries of ``source``, to be sent to a worker."""
+
+    @property
+    def source(self) -> str: ...
+
+    def rows(self) -> Iterator[Row]: ...
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines, the first of which is number ``line``; an entry each, blank ones none."""
+
+    source: str
+    line: int
+    data: bytes
+
+    def rows(self) -> Iterator[Row]:
+        for number, text in enumerate(self.data.split(b"\n"), self.line):
+            if text.strip():
+                yield number, parse(text)
+
+
+@dataclass(frozen=True)
+class Values:
+    """JSON texts and the lines on which they begin."""
+
+    source: str
+    texts: list[tuple[int, bytes]]
+
+    def rows(self) -> Iterator[Row]:
+        return ((line, parse(text)) for line, text in self.texts)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of an Arrow table or record batch, the first of which is number ``row``."""
+
+    source: str
+    row: int
+    data: Any
+
+    def rows(self) -> Iterator[Row]:
+        return enumerate(self.data.to_pylist(), self.row)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries that are there already."""
+
+    source: str
+    entries: list[Row] = field(default_factory=list)
+
+    def rows(self) -> Iterator[Row]:
+        return iter(self.entries)
+
+
+def parse(text: bytes) -> Any:
+    """The JSON value of ``text``, or an :class:`OddEntry`."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        try:
+            value = json.loads(text.decode())  # also takes NaN and half surrogates
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeDecodeError as broken:
+            return OddEntry("not UTF-8", f"byte {broken.start} of the entry; save the file as UTF-8")
+        except UnicodeEncodeError:
+            return OddEntry("not UTF-8", r"a \u escape is half of a surrogate pair")
+        except (ValueError, RecursionError):
+            return OddEntry("not JSON", str(error))
+        return value

@@ -1,0 +1,94 @@
+"""Shows what training will see: samples with the mask in colour, histograms, and warnings about anything odd.
+
+    python -m data_prep.inspect --input data/samples.jsonl --output data/samples.html --target DIR [--show 5]
+
+prints to the terminal and writes the same as an HTML page. OUTPUT.summary.json holds the figures,
+OUTPUT.dropped.jsonl every line that is no sample. Supervised tokens are green in the terminal, others dim. Anchors
+are positions where a block can begin: a supervised token with a supervised one behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer
+
+from data_prep.command import code_version, parser, perform, run
+from data_prep.entries import OddEntry
+from data_prep.findings import Findings, Known, Sample, read_sample
+from data_prep.identity import SHORT, end_ids, tokenizer_identity
+from data_prep.inputs import open_inputs, rows_of
+from data_prep.ledger import Ledger
+from data_prep.page import html_page, terminal_text
+from specforge_dspine.fingerprint import model_fingerprint
+
+CODE = [f"data_prep.{name}" for name in ("findings", "page")]
+
+
+def inspect(options: argparse.Namespace) -> str:
+    """Does what the command line says; returns a sentence about the result.
+
+    Raises:
+        ValueError: bad options or inputs, an output of another job, or not one sample.
+    """
+    if not options.target.is_dir():
+        raise ValueError(f"--target {options.target}: no such directory")
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    rows = AutoConfig.from_pretrained(options.target).get_text_config().vocab_size
+    fingerprint = model_fingerprint(options.target)[:SHORT]
+    known = Known.of(tokenizer, rows, end_ids(options.target, tokenizer), options.mask_token_id, fingerprint)
+    inputs = open_inputs(options.input, limited=options.limit is not None)
+    depends = {
+        "files": inputs.identities,
+        "limit": options.limit,
+        "show": options.show,
+        "mask_token_id": options.mask_token_id,
+        "target": fingerprint,
+        **tokenizer_identity(options.target, tokenizer),
+        "code": code_version(*CODE),
+    }
+
+    def work(ledger: Ledger) -> Mapping[str, Any]:
+        findings = Findings(known)
+        shown: list[Sample] = []
+        bad = 0
+        rows = islice(rows_of(inputs), options.limit)
+        for source, line, entry in tqdm(rows, desc="samples", unit=" rows", disable=None):
+            try:
+                sample = read_sample(f"{source}, line {line}", entry)
+            except OddEntry as odd:
+                ledger.drop(source, line, odd.reason, odd.detail)
+                bad += 1
+                continue
+            findings.add(sample)
+            if len(shown) < options.show:
+                shown.append(sample)
+        if not findings.samples:
+            raise ValueError(f"not one sample in {bad} rows: {ledger.reasons()}")
+        print(terminal_text(findings, shown, tokenizer, colour=options.colour or sys.stdout.isatty()))
+        ledger.keep(html_page(findings, shown, tokenizer, title=" ".join(options.input)).encode())
+        return {"rows_in": findings.samples + bad, "rows_kept": findings.samples, **findings.summary()}
+
+    ledger = Ledger([options.output], "inspect", depends)
+    options.overwrite |= ledger.is_own()  # to look again is what the command is for
+    return perform(ledger, options, work, inputs.ignored)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; see the module's text."""
+    made = parser("inspect", __doc__)
+    made.add_argument("--target", type=Path, required=True, metavar="DIR", help="directory of the target")
+    made.add_argument("--show", type=int, default=5, metavar="N", help="samples to show (default 5)")
+    made.add_argument("--mask-token-id", type=int, metavar="ID", help="warn where it occurs")
+    made.add_argument("--colour", action="store_true", help="even where the output is no terminal")
+    run(made, inspect, arguments)
+
+
+if __name__ == "__main__":
+    main()

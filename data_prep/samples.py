@@ -1,0 +1,171 @@
+"""Training samples of answers: S token ids, and a loss mask that is 1 on exactly what the target wrote.
+
+An answer of the target comes with its ids, sent and returned, and they are taken as they are; its end token is
+supervised because it was emitted. An answer from elsewhere is rendered (``boundaries``) and encoded in two parts, as
+a server reads the one and writes the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_prep.boundaries import render_answer
+from data_prep.chat import Message
+from data_prep.conversations import read_conversation
+from data_prep.entries import Chunk, OddEntry
+from data_prep.files import to_line
+from data_prep.identity import end_ids
+from data_prep.screening import Bad, row_id
+from data_prep.seen import key_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MIN_SUPERVISED = 2
+"""An anchor and the token behind it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How samples are made.
+
+    Attributes:
+        target: directory of the target, whose fingerprint begins with ``fingerprint``.
+        max_length: S at most; an answer that does not fit is cut and marked, and loses its end.
+        mask_token_id: must not occur.
+        foreign: whether answers from elsewhere are taken.
+    """
+
+    target: Path
+    fingerprint: str
+    max_length: int
+    mask_token_id: int
+    thinking: bool | None = None
+    foreign: bool = False
+
+
+@dataclass(frozen=True)
+class Made:
+    """A sample: its line of output, whether the maximum length cut it."""
+
+    text: bytes
+    was_cut: bool
+
+
+def prepare(options: Options) -> Callable[[Chunk], tuple[str, list[Made | Bad]]]:
+    """The function for workers: a chunk's source, and what became of each of its answers."""
+    from transformers import AutoTokenizer
+
+    maker = SampleMaker(options, AutoTokenizer.from_pretrained(options.target))
+
+    def make(chunk: Chunk) -> tuple[str, list[Made | Bad]]:
+        results: list[Made | Bad] = []
+        for line, entry in chunk.rows():
+            try:
+                for sample in maker.samples(chunk.source, entry):
+                    results.append(
+                        Bad(line, sample.reason, sample.detail)
+                        if isinstance(sample, OddEntry)
+                        else Made(to_line(sample), "cut" in sample)
+                    )
+            except OddEntry as odd:
+                results.append(Bad(line, odd.reason, odd.detail))
+        return chunk.source, results
+
+    return make
+
+
+class SampleMaker:
+    """Makes samples for one target."""
+
+    def __init__(self, options: Options, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._options = options
+        self.tokenizer = tokenizer
+        self.end_ids = end_ids(options.target, tokenizer)
+        self._ends = [str(self.tokenizer.convert_ids_to_tokens(token)) for token in sorted(self.end_ids)]
+
+    def samples(self, source: str, entry: Any) -> Iterator[dict[str, Any] | OddEntry]:
+        """A sample for every answer in ``entry``, or why it gives none.
+
+        Raises:
+            OddEntry: there is no answer in it.
+        """
+        if isinstance(entry, dict) and {"prompt_ids", "output_ids"} <= entry.keys():
+            yield self._of_record(entry)
+            return
+        messages = read_conversation(entry)
+        if not self._options.foreign:
+            raise OddEntry("not an answer of the target", "run data_prep.regenerate, or give --foreign-answers")
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            raise OddEntry("no answer", "the conversation has only its prompt")
+        name = entry.get("id")
+        if not isinstance(name, str) or not name:
+            name = row_id(source, key_of("\0".join(message["content"] for message in messages)))
+        cut_last = str(entry.get("finish_reason", entry.get("finish"))) == "length"
+        for turn, at in enumerate(answers):
+            was_cut = cut_last and at == len(messages) - 1
+            try:
+                yield self._of_rendered(f"{name}.{turn}", source, messages[: at + 1], was_cut=was_cut)
+            except OddEntry as odd:
+                yield odd
+
+    def _of_record(self, record: dict[str, Any]) -> dict[str, Any] | OddEntry:
+        lists = [record["prompt_ids"], record["output_ids"]]
+        if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists):
+            return OddEntry("ids are not lists of integers", "prompt_ids, output_ids")
+        target = str(record.get("target"))
+        if target != self._options.fingerprint:
+            return OddEntry("an answer of another target", f"{target}, not {self._options.fingerprint}")
+        try:
+            return self._sample(
+                str(record.get("id")),
+                str(record.get("source")),
+                *lists,
+                origin=target,
+                finish=str(record.get("finish")),
+            )
+        except OddEntry as odd:
+            return odd
+
+    def _of_rendered(self, name: str, source: str, messages: list[Message], *, was_cut: bool) -> dict[str, Any]:
+        rendered = render_answer(
+            self.tokenizer, messages, self._ends, enable_thinking=self._options.thinking, was_cut=was_cut
+        )
+        prompt, output = (
+            list(self.tokenizer(text, add_special_tokens=False).input_ids)
+            for text in (rendered.prompt, rendered.completion)
+        )
+        if not self.end_ids.isdisjoint(output[:-1]):
+            raise OddEntry("an end token inside of the answer", f"{rendered.completion[-60:]!r}")
+        finish = "stop" if output and output[-1] in self.end_ids else "length"
+        return self._sample(name, source, prompt, output, origin="elsewhere", finish=finish)
+
+    def _sample(
+        self, name: str, source: str, prompt: list[int], output: list[int], *, origin: str, finish: str
+    ) -> dict[str, Any]:
+        if self._options.mask_token_id in prompt or self._options.mask_token_id in output:
+            raise OddEntry("holds the mask token", f"id {self._options.mask_token_id}; it must not occur in text")
+        room = self._options.max_length - len(prompt)
+        if room < MIN_SUPERVISED:
+            raise OddEntry("the prompt exceeds the maximum length", f"{len(prompt)} of {self._options.max_length}")
+        cut = max(0, len(output) - room)
+        output = output[:room]
+        pad = self.tokenizer.pad_token_id
+        padding = pad if pad not in self.end_ids else None  # many targets end with their pad token
+        answer_mask = [int(token != padding) for token in output]
+        if sum(answer_mask) < MIN_SUPERVISED:
+            raise OddEntry(f"fewer than {MIN_SUPERVISED} supervised tokens", f"{sum(answer_mask)}")
+        sample = {
+            "id": name,
+            "input_ids": prompt + output,
+            "loss_mask": [0] * len(prompt) + answer_mask,
+            "source": source,
+            "prompt_tokens": len(prompt),
+            "finish": "length" if cut else finish,
+            "origin": origin,
+        }
+        return sample | {"cut": cut} if cut else sample

@@ -1,0 +1,108 @@
+"""Training samples of answers, exactly as served, with a loss mask over exactly what the target wrote.
+
+    python -m data_prep.tokenize --input data/answers.jsonl --output data/samples.jsonl --target DIR [--max-length N]
+
+The input is what data_prep.regenerate writes; with --foreign-answers also chats whose answers come from elsewhere,
+which go through the target's chat template. Each line of the output is one answer::
+
+    {"id", "input_ids": [S], "loss_mask": [S], "source", "prompt_tokens", "finish", "origin"}
+
+"origin" is the fingerprint of the target that wrote it, or "elsewhere". An answer that the maximum length cuts is
+kept with "cut": the number of its tokens that are missing, and "finish": "length", and is counted in the summary.
+Counted as rows are answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from data_prep.chat import THINKING, check_template
+from data_prep.command import Passage, code_version, parser, perform, run
+from data_prep.identity import SHORT, tokenizer_identity
+from data_prep.inputs import open_inputs
+from data_prep.ledger import Ledger
+from data_prep.pool import Workers
+from data_prep.samples import MIN_SUPERVISED, Made, Options, prepare
+from specforge_dspine.fingerprint import model_fingerprint
+from specforge_dspine.version import VERSION
+from specforge_dspine.vocabulary import resolve_mask_token
+
+CODE = [f"data_prep.{name}" for name in ("boundaries", "chat", "conversations", "samples")]
+
+
+def tokenize(options: argparse.Namespace) -> str:
+    """Does what the command line says; returns a sentence about the result.
+
+    Raises:
+        ValueError: bad options or inputs, an output of another job, or not one sample.
+    """
+    if not options.target.is_dir():
+        raise ValueError(f"--target {options.target}: no such directory (download the target first)")
+    config = AutoConfig.from_pretrained(options.target).get_text_config()
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    thinking = THINKING[options.thinking]
+    if options.foreign_answers:
+        check_template(tokenizer, thinking)
+    made = Options(
+        target=options.target,
+        fingerprint=model_fingerprint(options.target)[:SHORT],
+        max_length=options.max_length or config.max_position_embeddings,
+        mask_token_id=resolve_mask_token(tokenizer, config.vocab_size, options.mask_token_id),
+        thinking=thinking,
+        foreign=options.foreign_answers,
+    )
+    if made.max_length <= MIN_SUPERVISED:
+        raise ValueError(f"--max-length {made.max_length}: leaves no room for a prompt and an answer")
+    inputs = open_inputs(options.input, limited=options.limit is not None)
+    depends = {
+        "files": inputs.identities,
+        "limit": options.limit,
+        **{name: value for name, value in asdict(made).items() if name != "target"},
+        **tokenizer_identity(options.target, tokenizer),
+        "version": VERSION,
+        "code": code_version(*CODE),
+    }
+
+    def work(ledger: Ledger) -> Mapping[str, Any]:
+        taken, cut = ledger.counts()[0], ledger.fact("cut") or 0
+        with Workers(options.workers, prepare, made) as workers:
+            passage = Passage(inputs, workers, ledger)
+            for source, results in passage:
+                for at, result in enumerate(results):
+                    if taken == options.limit:
+                        passage.give_back(len(results) - at)
+                        break
+                    if isinstance(result, Made):
+                        ledger.keep(result.text)
+                        taken, cut = taken + 1, cut + result.was_cut
+                    else:
+                        ledger.drop(source, result.line, result.reason, result.detail)
+                ledger.set_fact("cut", cut)
+                if taken == options.limit:
+                    break
+        if not taken:
+            raise ValueError(f"not one sample in {passage.rows_in} rows: {ledger.reasons()}")
+        return {"rows_in": passage.rows_in, "cut_by_max_length": cut}
+
+    return perform(Ledger([options.output], "tokenize", depends), options, work, inputs.ignored)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; see the module's text."""
+    made = parser("tokenize", __doc__, workers=True)
+    made.add_argument("--target", type=Path, required=True, metavar="DIR", help="directory of the target")
+    made.add_argument("--max-length", type=int, metavar="N", help="of a sample (default: the target's context)")
+    made.add_argument("--mask-token-id", type=int, metavar="ID", help="a reserved id (default: as training finds it)")
+    made.add_argument("--foreign-answers", action="store_true", help="take chats whose answers come from elsewhere")
+    made.add_argument("--thinking", choices=sorted(THINKING), default="none", help="the template's switch, for these")
+    run(made, tokenize, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A file of chats, whole and broken, and beside it what every row of it should come to.
+
+The kinds of trouble are those that public data sets have. Whoever writes a row notes its line and the reason for
+which it has to be dropped; no code of ours decides that.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Dropped = tuple[int, str]
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"from": "human", "value": text}
+
+
+def bot(text: Any) -> dict[str, Any]:
+    return {"from": "gpt", "value": text}
+
+
+ODD: list[tuple[Any, str]] = [
+    ({"conversations": []}, "empty conversation"),
+    ({"messages": []}, "empty conversation"),
+    ({"conversations": [bot("Hi"), user("Hello")]}, "assistant first"),
+    ({"conversations": [user("a"), user("b")]}, "two user turns in a row"),
+    ({"conversations": [user("a"), bot("b"), bot("c")]}, "two assistant turns in a row"),
+    ({"conversations": [{"from": "system", "value": "Be kind."}]}, "system message only"),
+    ({"messages": [{"role": "system", "content": "x"}, {"role": "assistant", "content": "y"}]}, "assistant first"),
+    ({"conversations": [user("a"), {"from": "system", "value": "x"}]}, "system message in the middle"),
+    ({"conversations": [user(None)]}, "no content"),
+    ({"messages": [{"role": "user"}]}, "no content"),
+    ({"conversations": [user(" \n")]}, "no content"),
+    ({"conversations": [user("a"), bot(None)]}, "no content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "content is not text"),
+    ({"conversations": [user(7)]}, "content is not text"),
+    ({"data": ["a", 7]}, "content is not text"),
+    ({"instruction": "a", "input": 7}, "content is not text"),
+    ({"conversations": [{"from": "narrator", "value": "a"}]}, "unknown role"),
+    ({"conversations": [{"value": "a"}]}, "unknown role"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}, "tool calls"),
+    ({"conversations": [user("a"), {"from": "function_call", "value": "f()"}]}, "tool calls"),
+    (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        "tool calls",
+    ),
+    ({"conversations": ["a"]}, "a message is not a JSON object"),
+    ({"conversations": None}, "the conversation is not a list"),
+    ({"conversations": {"from": "human"}}, "the conversation is not a list"),
+    ({"text": "no markers"}, "text without turns"),
+    (
+        {"answer": "a"},
+        "none of the fields conversations, messages, data, prompt, question, problem, instruction, text",
+    ),
+    ([], "not a JSON object"),
+    ("a", "not a JSON object"),
+    (None, "not a JSON object"),
+]
+"""Entries that are no conversations, and the reason that is to be given."""
+
+SHAPES: list[Callable[[str], Any]] = [
+    lambda text: {"conversations": [user(text), bot("An answer.")]},
+    lambda text: {"id": "same", "conversations": [user(text), bot("One."), user("And then?"), bot("Two.")]},
+    lambda text: {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": text}]},
+    lambda text: {
+        "prompt": text,
+        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x", "reasoning": "y"}],
+    },
+    lambda text: {"data": [text, "An answer.", "More, please.", "More."]},
+    lambda text: {"prompt": text},
+    lambda text: {"instruction": text, "input": ""},
+    lambda text: {"instruction": "Translate.", "input": text, "output": "An answer."},
+    lambda text: {"text": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\nAn answer.<|im_end|>\n"},
+    lambda text: {"messages": None, "conversations": [user(text)], "score": float("nan")},
+]
+"""Conversations in every shape that is read; their user turns differ if ``text`` does."""
+
+
+@dataclass
+class BrokenFile:
+    """Lines under way, and what is expected of them."""
+
+    lines: list[bytes] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+
+    def add(self, line: bytes, reason: str | None = None) -> None:
+        self.lines.append(line)
+        if reason is None:
+            self.kept.append(len(self.lines))
+        else:
+            self.dropped.append((len(self.lines), reason))
+
+    def blank(self) -> None:
+        self.lines.append(b"  ")
+
+    def write(self, path: Path) -> Path:
+        """With a byte order mark and both kinds of line end; the last line is cut off."""
+        self.add(b'{"conversations": [{"from": "human", "val', "not JSON")
+        ends = [b"\r\n" if number % 3 == 0 else b"\n" for number in range(len(self.lines) - 1)] + [b""]
+        path.write_bytes(b"\xef\xbb\xbf" + b"".join(map(bytes.__add__, self.lines, ends)))
+        return path
+
+
+def broken_file(rows: int, seed: int) -> BrokenFile:
+    """About ``rows`` lines, a third of them odd."""
+    draw = random.Random(seed)
+    result = BrokenFile()
+    earlier: list[bytes] = []
+    for number in range(rows):
+        kind = draw.random()
+        if kind < 0.65:
+            line = json.dumps(draw.choice(SHAPES)(f"Question {number}, über {number} things?")).encode()
+            earlier.append(line)
+            result.add(line)
+        elif kind < 0.75 and earlier:
+            again = draw.choice(earlier)
+            result.add(again.replace(b"Question", b"qUESTION") if draw.random() < 0.5 else again, "duplicate")
+        elif kind < 0.90:
+            entry, reason = draw.choice(ODD)
+            result.add(json.dumps(entry).encode(), reason)
+        elif kind < 0.93:
+            result.add(b'{"prompt": "bad \xff byte %d"}' % number, "not UTF-8")
+        elif kind < 0.95:
+            result.add(rb'{"prompt": "half \ud800 pair %d"}' % number, "not UTF-8")
+        elif kind < 0.98:
+            whole = json.dumps(draw.choice(SHAPES)("cut")).encode()
+            result.add(whole[: draw.randrange(1, len(whole))], "not JSON")
+        else:
+            result.blank()
+    return result

