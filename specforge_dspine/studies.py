@@ -32,7 +32,7 @@ from data_prep.files import read_jsonl, replacing, to_line
 from data_prep.ledger import Ledger
 from specforge_dspine.branches import encode
 from specforge_dspine.drafting import anticipate
-from specforge_dspine.interventions import carried, codes, predecessor, timing, whole_blocks
+from specforge_dspine.interventions import carried, codes, predecessor, proposals_right, timing, whole_blocks
 from specforge_dspine.readout import Readouts, Rows, captured_rows, fit, merged, right_by_position
 from specforge_dspine.rundir import write_json
 from specforge_dspine.sets import Prompt
@@ -213,13 +213,12 @@ def intervene(pair: Pair, model: Any, prompt: Prompt, k: int, options: argparse.
         anchors = anchors.to(device)
         proposed = anticipate(pair.drafter, ids, taps, anchors).tokens
         branches = encode(model, pair.target.layers, ids, anchors, proposed)
-        right = branches.tokens == branches.label(torch.arange(1, pair.proposals + 1, device=device)[None])
         off = (branches.taps[: len(ids)].float() - taps.float()).norm() / taps.float().norm()
         found |= {
             "deviation": float(off),
             "anchors": anchors.tolist(),
-            "history_wrong": (~right[:, :k].all(dim=1)).tolist(),
-            "predecessor_right": right[:, :-1].int().tolist(),
+            "proposed": proposed.tolist(),
+            **lists(proposals_right(branches, k)),
             "timing": {
                 output: {name: run.tolist() for name, run in schedules.items()}
                 for output, schedules in timing(pair.drafter, branches, k).items()
@@ -233,8 +232,8 @@ def intervene(pair: Pair, model: Any, prompt: Prompt, k: int, options: argparse.
     return found | {"seconds": round(time.monotonic() - started, 3)}
 
 
-def lists(flags: dict[str, Tensor]) -> dict[str, list[list[int]]]:
-    """Flags [N, n] as files hold them."""
+def lists(flags: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Flags [N] or [N, n] as files hold them."""
     return {name: value.int().tolist() for name, value in flags.items()}
 
 
