@@ -61,6 +61,14 @@ def whole_blocks(loss_mask: Tensor, proposals: int, name: str, *, limit: int, se
     return found[order[:limit].to(found.device)].sort().values
 
 
+def proposals_right(branches: Branches, k: int) -> dict[str, Tensor]:
+    """Of the proposals: is one of the first ``k`` wrong, ``history_wrong`` [N], and is the one before each
+    of the positions 2 .. M right, ``predecessor_right`` [N, M − 1] (bool)."""
+    steps = torch.arange(1, branches.tokens.shape[1] + 1, device=branches.tokens.device)
+    right = branches.tokens == branches.label(steps[None])
+    return {"history_wrong": ~right[:, :k].all(dim=1), "predecessor_right": right[:, :-1]}
+
+
 def timing(drafter: BlockDrafter, branches: Branches, k: int) -> dict[str, dict[str, Tensor]]:
     """K [N] by output (backbone; refined, if the draft refines) and schedule; "all": layer 1 too."""
     draft, layers = drafter.draft, len(drafter.draft.layers)

@@ -32,7 +32,7 @@ from data_prep.files import read_jsonl, replacing, to_line
 from data_prep.ledger import Ledger
 from specforge_dspine.branches import encode
 from specforge_dspine.drafting import anticipate
-from specforge_dspine.interventions import carried, codes, predecessor, timing, whole_blocks
+from specforge_dspine.interventions import carried, codes, predecessor, proposals_right, timing, whole_blocks
 from specforge_dspine.readout import Readouts, Rows, captured_rows, fit, merged, right_by_position
 from specforge_dspine.rundir import write_json
 from specforge_dspine.sets import Prompt
@@ -131,8 +131,7 @@ def readout(options: argparse.Namespace) -> str:
     text = readout_markdown(result)
     options.out.mkdir(parents=True, exist_ok=True)
     readout_picture(options.out / "readout.png", result)
-    with replacing(options.out / "readout.md") as file:
-        file.write(text.encode())
+    write_page(options.out / "readout.md", text)
     write_json(options.out / "readout.json", result)
     return text
 
@@ -157,16 +156,16 @@ def interventions(options: argparse.Namespace) -> str:
         "limit": options.limit,
         "sources": {"heldout": {"path": str(options.heldout), "sha256": heldout.sha256()}},
     }
-    ledger = Ledger([options.out / "timing.jsonl"], "timing", facts)
+    ledger = Ledger([options.out / "timing.jsonl"], "studies timing", facts)
     if options.overwrite:
         ledger.discard()
     if not ledger.is_finished():
         with ledger:
             model: Any = AutoModelForCausalLM.from_pretrained(options.target, dtype=pair.drafter.embedding.dtype)
             model = model.to(options.device).eval()
-            known = {record["prompt"] for record in ledger.kept()}
+            done = {record["prompt"] for record in ledger.kept()}
             for prompt in tqdm(heldout.prompts, desc="interventions", unit=" prompt", smoothing=0):
-                if prompt.name not in known:
+                if prompt.name not in done:
                     ledger.keep(to_line(intervene(pair, model, prompt, k, options)))
                     ledger.commit()
             ledger.finish(len(heldout.prompts), {})
@@ -189,10 +188,15 @@ def interventions(options: argparse.Namespace) -> str:
     text = timing_markdown(result)
     timing_picture(options.out / "timing.png", result)
     predecessor_picture(options.out / "predecessor.png", result)
-    with replacing(options.out / "timing.md") as file:
-        file.write(text.encode())
+    write_page(options.out / "timing.md", text)
     write_json(options.out / "timing.json", result)
     return text
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write Markdown at once."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def intervene(pair: Pair, model: Any, prompt: Prompt, k: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -209,13 +213,12 @@ def intervene(pair: Pair, model: Any, prompt: Prompt, k: int, options: argparse.
         anchors = anchors.to(device)
         proposed = anticipate(pair.drafter, ids, taps, anchors).tokens
         branches = encode(model, pair.target.layers, ids, anchors, proposed)
-        right = branches.tokens == branches.label(torch.arange(1, pair.proposals + 1, device=device)[None])
         off = (branches.taps[: len(ids)].float() - taps.float()).norm() / taps.float().norm()
         found |= {
             "deviation": float(off),
             "anchors": anchors.tolist(),
-            "history_wrong": (~right[:, :k].all(dim=1)).tolist(),
-            "predecessor_right": right[:, :-1].int().tolist(),
+            "proposed": proposed.tolist(),
+            **lists(proposals_right(branches, k)),
             "timing": {
                 output: {name: run.tolist() for name, run in schedules.items()}
                 for output, schedules in timing(pair.drafter, branches, k).items()
@@ -229,8 +232,8 @@ def intervene(pair: Pair, model: Any, prompt: Prompt, k: int, options: argparse.
     return found | {"seconds": round(time.monotonic() - started, 3)}
 
 
-def lists(flags: dict[str, Tensor]) -> dict[str, list[list[int]]]:
-    """Flags [N, n] as files hold them."""
+def lists(flags: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Flags [N] or [N, n] as files hold them."""
     return {name: value.int().tolist() for name, value in flags.items()}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from specforge_dspine.acceptance import BOOTSTRAP
+from specforge_dspine.acceptance import INTERVAL
 from specforge_dspine.answering import Verifying
 from specforge_dspine.drafting import BlockDrafter
 from specforge_dspine.fingerprint import model_fingerprint
@@ -19,8 +19,6 @@ from specforge_dspine.opening import check_pair, draft_facts, dtype_of, open_dra
 from specforge_dspine.plan import check_features
 from specforge_dspine.sets import EvaluationSet, Prompt, open_set
 from specforge_dspine.stream.record import TargetIdentity, read_record
-
-INTERVAL = f"bootstrap over prompts, {BOOTSTRAP} resamples"
 
 
 @dataclass(frozen=True)

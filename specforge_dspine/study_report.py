@@ -5,12 +5,12 @@ The paper measured Qwen3-8B with its DFlash draft (5 layers, blocks of 16): refe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from data_prep.files import replacing
 from specforge_dspine.interventions import ALL, NONE, PREDICTED
 
 PAPER: dict[str, dict[str, Any]] = {
@@ -233,9 +233,8 @@ def axes_of(path: Path, rows: int, columns: int, size: tuple[float, float]) -> I
         yield list(axes.flat)
         for axis in axes.flat:
             axis.grid(alpha=0.3)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.png")
-        figure.savefig(partial, dpi=110)
-        os.replace(partial, path)
+        with replacing(path) as file:
+            figure.savefig(file, format="png", dpi=110)
     finally:
         pyplot.close(figure)
 

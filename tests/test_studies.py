@@ -30,6 +30,7 @@ from specforge_dspine.interventions import (
     codes,
     position_groups,
     predecessor,
+    proposals_right,
     schedule_name,
     schedules,
     timing,
@@ -40,6 +41,7 @@ from specforge_dspine.probing import codes_by_layer, masks_by_layer, recorded_st
 from specforge_dspine.readout import Readouts, Rows, captured_rows, fit, right_by_position
 from specforge_dspine.resampling import Resampled
 from specforge_dspine.studies import main
+from specforge_dspine.study_figures import intervention_figures
 from specforge_dspine.training_model import draft_blocks
 from specforge_dspine.transfer import build_transfer_space
 
@@ -146,6 +148,16 @@ def test_timing_counts_what_the_ordinary_forward_would(world: World) -> None:
                 right += 1
             assert found["backbone"][schedule][n] == right, (schedule, n)
     assert not torch.equal(found["backbone"]["none"], found["backbone"]["all"])
+
+
+def test_what_is_right_of_the_proposals(world: World) -> None:
+    for k in range(3):
+        found = proposals_right(world.branches, k)
+        assert found["predecessor_right"].shape == (len(ANCHORS), M - 1)
+        for n, anchor in enumerate(ANCHORS):
+            right = [int(world.branches.tokens[n, t]) == int(world.ids[anchor + t + 1]) for t in range(M)]
+            assert found["history_wrong"][n] == (not all(right[:k]))
+            assert found["predecessor_right"][n].tolist() == right[:-1]
 
 
 def test_predecessors_are_compared_as_the_ordinary_forward_would(world: World) -> None:
@@ -409,6 +421,58 @@ def test_rows_hold_the_states_labels_and_choices_of_their_slots() -> None:
     refined = draft.refine(out.pre_injection[0, 0, 2], ids[16])
     assert rows.own["refined"][row] == options[(drafter.head[options] @ refined).argmax()]
     assert rows.label.max() < VOCAB
+    nothing = record | {"loss_mask": torch.zeros(20, dtype=torch.long)}
+    assert len(captured_rows(drafter, nothing, "x", anchors=9, seed=0).label) == 0
+
+
+def test_right_choices_are_counted_where_they_are() -> None:
+    label = torch.tensor([4, 4, 7, 9])
+    rows = Rows(torch.zeros(1, 4, 8), label, torch.tensor([1, 1, 3, 2]), {"backbone": torch.tensor([4, 5, 7, 9])})
+    found = right_by_position(readouts_for(rows), torch.zeros(12, 8), rows, 3)
+    assert found["count"].tolist() == [2, 1, 1] and found["backbone"].tolist() == [1, 1, 1]
+    assert found["1"].tolist() == [0, 0, 0], "all logits equal: id 0 is the first choice"
+
+
+def test_figures_follow_from_the_records() -> None:
+    """Two prompts, blocks of 4: three blocks, of which two had a wrong history."""
+    shape = {"right, right": 1, "right, predicted": 0, "predicted, right": 1, "predicted, predicted": 0}
+    first = {
+        "blocks": 2,
+        "history_wrong": [1, 0],
+        "predecessor_right": [[0, 1], [1, 1]],
+        "timing": {"backbone": {"none": [1, 2], "2": [2, 2], "all": [2, 2]}},
+        "predecessor": {case: [[value, 1], [1, 1]] for case, value in shape.items()},
+        "carried": {"2": [[1, 1], [1, 0]]},
+    }
+    second = {
+        "blocks": 1,
+        "history_wrong": [1],
+        "predecessor_right": [[0, 0]],
+        "timing": {"backbone": {"none": [1], "2": [2], "all": [3]}},
+        "predecessor": {case: [[value, 0]] for case, value in shape.items()},
+        "carried": {"2": [[1, 0]]},
+    }
+    found = intervention_figures([first, second], 4)
+    assert found["blocks"] == 3 and "codes" not in found
+    assert found["timing"]["history_wrong"]["value"] == pytest.approx(2 / 3)
+    run = found["timing"]["outputs"]["backbone"]
+    assert run["none"]["K"]["value"] == pytest.approx(4 / 3) and "relative" not in run["none"]
+    assert run["2"]["relative"]["value"] == pytest.approx(6 / 4 - 1)
+    assert run["2"]["difference"]["value"] == pytest.approx(2 / 3)
+    assert run["2"]["where_history_wrong"]["relative"]["value"] == pytest.approx(4 / 2 - 1)
+    assert run["all"]["where_history_wrong"]["K"]["value"] == pytest.approx(5 / 2)
+    every, wrong, right = (found["predecessor"][where] for where in found["predecessor"])
+    assert [where["cases"]["right, right"]["mean"]["count"] for where in (every, wrong, right)] == [6, 3, 3]
+    assert wrong["cases"]["right, right"]["mean"]["value"] == pytest.approx(2 / 3)
+    fall, gain, alone = every["differences"].values()
+    assert fall["mean"]["value"] == gain["mean"]["value"] == pytest.approx(2 / 6)
+    assert [each["value"] for each in fall["positions"]] == pytest.approx([2 / 3, 0])
+    assert alone["mean"]["value"] == pytest.approx(2 / 6)
+    assert right["differences"][next(iter(every["differences"]))]["mean"]["value"] == 0
+    cases = found["carried"]["all"]["cases"]
+    assert list(cases) == ["none", "2", "right token itself"]
+    assert cases["2"]["mean"]["value"] == pytest.approx(4 / 6)
+    assert cases["2"]["difference"]["value"] == pytest.approx(4 / 6 - 3 / 6)
 
 
 LAYERS = [0, 2, 4]
@@ -540,7 +604,7 @@ def test_a_stopped_study_continues_and_other_inputs_are_refused(
     assert main(words(folders, "timing", "dspine", whole, *arguments)) == 0
     first = json.loads((whole / "timing.jsonl").read_text(encoding="utf-8").splitlines()[0]) | {"seconds": 0.125}
     inputs = json.loads((whole / "timing.jsonl.summary.json").read_text(encoding="utf-8"))["inputs"]
-    with Ledger([stopped / "timing.jsonl"], "timing", inputs) as ledger:  # as a kill leaves it
+    with Ledger([stopped / "timing.jsonl"], inputs.pop("command"), inputs) as ledger:  # and no more before a kill
         ledger.keep(to_line(first))
         ledger.commit()
     assert main(words(folders, "timing", "dspine", stopped, *arguments)) == 0
