@@ -182,9 +182,9 @@ def interventions(options: argparse.Namespace) -> str:
         "recomputed_states_differ": max(record["deviation"] for record in used),
         "paper": {name: PAPER[name] for name in ("timing", "predecessor")},
         "seconds": round(sum(record["seconds"] for record in records), 1),
-        "notes": remarks(facts),
         **intervention_figures(used, block),
     }
+    result["notes"] = remarks(result)
     text = timing_markdown(result)
     timing_picture(options.out / "timing.png", result)
     predecessor_picture(options.out / "predecessor.png", result)

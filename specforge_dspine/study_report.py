@@ -240,7 +240,7 @@ def axes_of(path: Path, rows: int, columns: int, size: tuple[float, float]) -> I
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """What has to be said with the interventions' figures."""
+    """What has to be said with the interventions' figures, which are in ``result``."""
     layers, injection = result["draft"]["layers"], result["draft"]["injection"]
     found = [
         "Right tokens are the target's own greedy answer. Behind a wrong predecessor the target itself might go on "
@@ -253,6 +253,11 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
         found.append(
             'With 2 draft layers the timing study has one schedule: "right from layer 2 on" and "right in the last '
             'layer only" are the same, and there is no pair of later layers to compare.'
+        )
+    schedules = [each for output in result["timing"]["outputs"].values() for each in output.values()]
+    if all(tuple(each["difference"]["interval_95"]) == (0, 0) for each in schedules if "difference" in each):
+        found.append(
+            "No schedule changed K on average over any draw of prompts: this draft hardly reads its history."
         )
     if layers == 1:
         found.append("With 1 draft layer, which always sees the predicted history, the timing study has no schedule.")

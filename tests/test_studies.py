@@ -591,6 +591,8 @@ def test_the_timing_command(folders: Path, tmp_path: Path, kind: str, capsys: py
     )
     assert ("codes" in result) is (kind == "dspine")
     assert any("one schedule" in note for note in result["notes"])
+    same = all(len(set(map(str, record["timing"][o].values()))) == 1 for record in records for o in record["timing"])
+    assert same == any("hardly reads its history" in note for note in result["notes"])
     assert (tmp_path / "timing.md").read_text(encoding="utf-8") in said
     for picture in ("timing.png", "predecessor.png"):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
