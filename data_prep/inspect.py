@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from data_prep.command import code_version, parser, perform, run
 from data_prep.entries import OddEntry
+from data_prep.files import printable
 from data_prep.findings import Findings, Known, Sample, read_sample
 from data_prep.identity import SHORT, end_ids, tokenizer_identity
 from data_prep.inputs import open_inputs, rows_of
@@ -72,7 +73,7 @@ def inspect(options: argparse.Namespace) -> str:
         if not findings.samples:
             raise ValueError(f"not one sample in {bad} rows: {ledger.reasons()}")
         print(terminal_text(findings, shown, tokenizer, colour=options.colour or sys.stdout.isatty()))
-        ledger.keep(html_page(findings, shown, tokenizer, title=" ".join(options.input)).encode())
+        ledger.keep(html_page(findings, shown, tokenizer, title=" ".join(map(printable, options.input))).encode())
         return {"rows_in": findings.samples + bad, "rows_kept": findings.samples, **findings.summary()}
 
     ledger = Ledger([options.output], "inspect", depends)

@@ -19,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data_prep.files import file_sha256, replacing, to_line
+from data_prep.inputs import difference
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
@@ -226,7 +227,7 @@ class Ledger:
 
     def _compare(self, was: Mapping[str, Any]) -> None:
         changed = [
-            f"{name} was {was.get(name)!r} and is now {self._inputs.get(name)!r}"
+            f"{name} {difference(was.get(name), self._inputs.get(name))}"
             for name in sorted(was.keys() | self._inputs.keys())
             if was.get(name) != self._inputs.get(name)
         ]

@@ -94,14 +94,14 @@ class Choice:
                 self._near.add(place, row.signature)
 
 
-def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], Mapping[str, str]]:
+def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], list[list[str]]]:
     """The user turns of evaluation sets with their places, and the sets' identities.
 
     Raises:
         ValueError: a set that cannot be read whole: then nobody could say what is in it.
     """
     if not names:
-        return [], {}
+        return [], []
     inputs = open_inputs(names, limited=False)
     texts: list[tuple[str, str]] = []
     for source, line, entry in rows_of(inputs):

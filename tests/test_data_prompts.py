@@ -105,10 +105,11 @@ def test_turns_are_capped_and_end_with_the_user() -> None:
         assert "".join(part["content"] for part in read_messages(entry, turns)) == kept
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_mixed_and_broken_file_comes_out_as_its_writer_says(tmp_path: Path, workers: int) -> None:
-    made = broken_file(10_000, seed=5)
-    path = made.write(tmp_path / "chats.jsonl")
+@pytest.mark.parametrize(("workers", "name"), [(1, "chats.jsonl"), (2, "chats.jsonl"), (2, "chats.json")])
+def test_a_mixed_and_broken_file_comes_out_as_its_writer_says(tmp_path: Path, workers: int, name: str) -> None:
+    as_array = name == "chats.json"
+    made = broken_file(10_000, seed=5, as_array=as_array)
+    path = made.write_array(tmp_path / name) if as_array else made.write(tmp_path / name)
     out = tmp_path / "out.jsonl"
     kept = choose(out, path, workers=workers)
     assert dropped(out) == made.dropped and len(made.dropped) > 2500
@@ -132,6 +133,28 @@ def test_one_bad_file_among_many_is_named_and_the_others_are_read(tmp_path: Path
     (bad,) = rows(tmp_path / "out.jsonl.dropped.jsonl")
     assert (bad["file"], bad["line"], bad["reason"]) == (str(folder / "b.parquet"), None, "the file cannot be read")
     assert "repair the file" in bad["detail"]
+
+
+def test_a_name_that_is_not_utf8_is_written_out(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / os.fsdecode(b"caf\xe9.jsonl"), {"prompt": "a"}, 5)
+    (kept,) = choose(tmp_path / "out.jsonl", folder)
+    (bad,) = rows(tmp_path / "out.jsonl.dropped.jsonl")
+    assert kept["source"] == bad["file"] == rf"{folder}/caf\xe9.jsonl" and bad["line"] == 2
+
+
+def test_other_inputs_are_refused_by_the_first_that_differ(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{number}.jsonl", {"prompt": f"{number}"}) for number in range(20)]
+    out = tmp_path / "out.jsonl"
+    choose(out, *files)
+    with pytest.raises(SystemExit) as ended:
+        choose(out, *files[::-1])
+    assert "files differ: number 1 was ['" in str(ended.value) and "and 17 more" in str(ended.value)
+    one = tmp_path / "one.jsonl"
+    choose(one, files[0])
+    with pytest.raises(SystemExit, match="files was"):
+        choose(one, files[0], files[0])
 
 
 AS_NOBODY = """
