@@ -84,9 +84,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         else:
             check_template(tokenizer, settings.thinking)
     facts = identity(options, settings, draft, target, tokenizer, sets)
-    ledger = Ledger([options.out / ROUNDS], "evaluate", facts)
-    if options.overwrite:
-        ledger.discard()
+    ledger = Ledger([options.out / ROUNDS], "evaluate", facts, overwrite=options.overwrite)
     if not ledger.is_finished():
         with ledger, Verifying(target, torch.device(options.device), options.server) as verifying:
             drafter = drafter_of(options.variant, draft.to(verifying.device), verifying)
@@ -302,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--live", type=int, default=0, help="captured answers that are also decoded for real")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of draft and target (default: the draft's)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--overwrite", action="store_true", help="start anew, whatever --out holds")
+    parser.add_argument("--overwrite", action="store_true", help="replace whatever --out holds, once this is done")
     options = parser.parse_args(argv)
     try:
         with unwinding_signals():
