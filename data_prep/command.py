@@ -6,13 +6,10 @@ python -m data_prep.X --input FILE|DIR|NAME ... --output FILE [--limit N] [--wor
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data_prep.entries import Chunk
+from data_prep.identity import code_version
 from data_prep.inputs import Input, Inputs
 from data_prep.ledger import Ledger
 from data_prep.pool import Job, Workers, cores
@@ -48,7 +46,7 @@ def parser(name: str, text: str, *, workers: bool = False) -> argparse.ArgumentP
     made.add_argument("--limit", type=positive, metavar="N", help="rows to take at most (default: all)")
     if workers:
         made.add_argument("--workers", type=positive, default=cores(), metavar="N", help="default: one per core")
-    made.add_argument("--overwrite", action="store_true", help="start anew, whatever is there")
+    made.add_argument("--overwrite", action="store_true", help="replace what is there, once this is done")
     return made
 
 
@@ -58,22 +56,6 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: at least 1")
     return value
-
-
-READING = [f"data_prep.{name}" for name in ("beginnings", "entries", "inputs", "reading", "sources", "splitting")]
-"""Modules that decide what the rows of an input are, and in which chunks they come."""
-
-
-@cache
-def code_version(*modules: str) -> str:
-    """A hash over the source of ``modules`` and of what reads inputs, which decide an output: another rule is
-    another job."""
-    total = hashlib.sha256()
-    for name in (*READING, *modules):
-        spec = find_spec(name)
-        assert spec is not None and spec.origin is not None
-        total.update(Path(spec.origin).read_bytes())
-    return total.hexdigest()[:16]
 
 
 def run(
@@ -91,9 +73,35 @@ def run(
         sys.exit(f"error: {error}")
 
 
+def open_ledger(
+    command: str,
+    options: argparse.Namespace,
+    inputs: Inputs,
+    depends: Mapping[str, Any],
+    *,
+    further: Sequence[Path] = (),
+    reads: Sequence[str] = (),
+) -> Ledger:
+    """The ledger of a command's ``--output`` and ``further`` outputs.
+
+    Args:
+        depends: what decides the output beside the inputs, the limit and the code.
+        reads: names of what is read beside ``--input``.
+
+    Raises:
+        LedgerError: an output is an input, or another output.
+    """
+    return Ledger(
+        [options.output, *further],
+        command,
+        {"files": inputs.identities, "limit": options.limit, "code": code_version(), **depends},
+        reads=[*options.input, *(each.name for each in inputs.found), *reads],
+        overwrite=options.overwrite,
+    )
+
+
 def perform(
     ledger: Ledger,
-    options: argparse.Namespace,
     work: Callable[[Ledger], Mapping[str, Any]],
     ignored: Sequence[str] = (),
 ) -> str:
@@ -101,8 +109,6 @@ def perform(
 
     ``work`` gets the opened ledger and returns facts for the summary, among them ``rows_in``.
     """
-    if options.overwrite:
-        ledger.discard()
     if ledger.is_finished():
         return f"{ledger.output} is there already, made from these very inputs"
     for path in ignored:
@@ -115,6 +121,8 @@ def perform(
         print(f"dropped {number}: {reason}", file=sys.stderr)
     if dropped:
         print(f"every dropped row with its line: {ledger.dropped_path}", file=sys.stderr)
+    if "rows_by_file" not in summary:
+        return f"{summary['rows_in']} rows read, {summary['rows_kept']} of them good; see {ledger.output}"
     files = ", ".join(f"{number} in {name}" for name, number in summary["rows_by_file"].items())
     return f"{summary['rows_in']} rows read, {summary['rows_kept']} kept ({files})"
 

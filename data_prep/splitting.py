@@ -269,8 +269,7 @@ class Splitter:
 
     def _begins(self, place: int, ends: bool) -> bool | None:
         """Whether an entry begins at ``place``; None: more bytes are needed to say so."""
-        for key in NESTED_KEY.finditer(self._buffer, self._nested_to, place):
-            self._nested.add(key[1])
+        self._nested.update(found[1] for found in NESTED_KEY.finditer(self._buffer, self._nested_to, place))
         self._nested_to = max(self._nested_to, place - LEAD)
         ahead = len(self._buffer) - place
         key = KEY.match(self._buffer, place)

@@ -220,11 +220,12 @@ class Answering:
             record = self.records[record_key(key)]
             if "skipped" in record:
                 return {"skipped": "an earlier turn was skipped"}
-            said = answer_text(self.tokenizer, Trace.from_json(record["trace"]).answer)
-            if unfinished_reasoning(said):
-                return {"skipped": "an earlier answer was cut off while thinking"}
+            answer = Trace.from_json(record["trace"]).answer
             history.append({"role": "user", "content": prompt.turns[earlier]})
-            history.append({"role": "assistant", "content": said})
+            asked = prompt_ids(self.tokenizer, history, enable_thinking=self.settings.thinking)
+            if unfinished_reasoning(self.tokenizer, asked, answer):
+                return {"skipped": "an earlier answer was cut off while thinking"}
+            history.append({"role": "assistant", "content": answer_text(self.tokenizer, answer)})
         history.append({"role": "user", "content": prompt.turns[turn]})
         question = prompt_ids(self.tokenizer, history, enable_thinking=self.settings.thinking)
         if too_long := self._too_long(question):

@@ -86,9 +86,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         )
     ends = end_ids(options.target, tokenizer)
     facts = identity(options, settings, draft, target, tokenizer, sets, ends)
-    ledger = Ledger([options.out / ROUNDS], "evaluate", facts | {"device": device.type})
-    if options.overwrite:
-        ledger.discard()
+    ledger = Ledger([options.out / ROUNDS], "evaluate", facts | {"device": device.type}, overwrite=options.overwrite)
     if not ledger.is_finished():
         with ledger, Verifying(target, device, options.server) as verifying:
             drafter = drafter_of(options.variant, draft.to(verifying.device), verifying)
@@ -219,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--live", type=int, default=0, help="captured answers that are also decoded for real")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of draft and target (default: the draft's)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--overwrite", action="store_true", help="start anew, whatever --out holds")
+    parser.add_argument("--overwrite", action="store_true", help="replace whatever --out holds, once this is done")
     options = parser.parse_args(argv)
     try:
         with unwinding_signals():

@@ -156,9 +156,7 @@ def interventions(options: argparse.Namespace) -> str:
         "limit": options.limit,
         "sources": {"heldout": {"path": str(options.heldout), "sha256": heldout.sha256()}},
     }
-    ledger = Ledger([options.out / "timing.jsonl"], "studies timing", facts)
-    if options.overwrite:
-        ledger.discard()
+    ledger = Ledger([options.out / "timing.jsonl"], "studies timing", facts, overwrite=options.overwrite)
     if not ledger.is_finished():
         with ledger:
             model: Any = AutoModelForCausalLM.from_pretrained(options.target, dtype=pair.drafter.embedding.dtype)

@@ -53,6 +53,23 @@ ODD: list[tuple[Any, str]] = [
     ({"conversations": None}, "the conversation is not a list"),
     ({"conversations": {"from": "human"}}, "the conversation is not a list"),
     ({"text": "no markers"}, "text without turns"),
+    ({"text": "<|im_start|>assistant\n"}, "empty conversation"),
+    ({"text": "<|im_start|>user\nHi<|im_start|>assistant\nYo<|im_end|>\n"}, "a turn without its end"),
+    ({"text": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo"}, "a turn without its end"),
+    ({"text": "<|im_start|>user\n"}, "a turn without its end"),
+    ({"text": "Before<|im_start|>user\nHi<|im_end|>"}, "text outside of the turns"),
+    (
+        {"text": "<|im_start|>user\nHi<|im_end|>between<|im_start|>assistant\nYo<|im_end|>"},
+        "text outside of the turns",
+    ),
+    (
+        {"text": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>after"},
+        "text outside of the turns",
+    ),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown role"),
+    ({"tools": [{"name": "f"}], "conversations": [user("a")]}, "tool calls"),
+    ({"system": 7, "conversations": [user("a")]}, "content is not text"),
+    ({"system": "a", "messages": [{"role": "system", "content": "b"}, user("c")]}, "two system messages"),
     (
         {"answer": "a"},
         "none of the fields conversations, messages, data, prompt, question, problem, instruction, text",
@@ -77,6 +94,8 @@ SHAPES: list[Callable[[str], Any]] = [
     lambda text: {"instruction": "Translate.", "input": text, "output": "An answer."},
     lambda text: {"text": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\nAn answer.<|im_end|>\n"},
     lambda text: {"messages": None, "conversations": [user(text)], "score": float("nan")},
+    lambda text: {"system": "Be brief.", "tools": "[]", "conversations": [user(text), bot("An answer.")]},
+    lambda text: {"system": " ", "prompt": text, "response": "An answer."},
 ]
 """Conversations in every shape that is read; their user turns differ if ``text`` does."""
 
