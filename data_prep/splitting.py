@@ -261,7 +261,8 @@ class Splitter:
         if self._lost or len(text) > KEPT or self._reason != "not JSON":
             self._count(self._start + len(text))
             size = self._lost + len(text)
-            detail = f"lines {self._first_line} to {self._line}, {size} bytes, were passed over; look at the first"
+            passed = f"lines {self._first_line} to {self._line}, {size} bytes, were passed over"
+            detail = f"{passed}; a quotation mark or bracket is missing"
             found.append((self._first_line, OddEntry(self._reason, detail)))
         else:
             found.append((self._first_line, text))
