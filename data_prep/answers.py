@@ -21,8 +21,10 @@ import orjson
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.chat import Message, answer_text, prompt_ids, unfinished_reasoning
+from data_prep.entries import OddEntry
 from data_prep.files import to_line
 from data_prep.ledger import Ledger
+from data_prep.rows import guarded
 from data_prep.seen import key_of
 from data_prep.servers import RequestFailed
 from specforge_dspine.stream.client import Completion, RequestRefused
@@ -121,53 +123,69 @@ class Turns:
 
         What comes together is to be kept together: a turn without an answer, and those behind it.
         """
-        users = asked.user_places
-        history = list(asked.messages)
-        for turn, known in enumerate(asked.answered):
-            self._remember(history, users[turn], known)
-        for turn in range(len(asked.answered), len(users)):
-            record, reason, detail = self._answer(asked, turn, history[: users[turn] + 1])
-            if record is None:
-                lost = [Answered(asked, turn, None, reason, detail)]
-                for later in range(turn + 1, len(users)):
-                    lost.append(
-                        Answered(asked, later, None, "an earlier turn has no answer", f"turn {turn}: {reason}")
-                    )
-                yield lost
+        answered = list(asked.answered)
+        turns = len(asked.user_places)
+        for turn in range(len(answered), turns):
+            try:
+                answered.append(self._answer(asked, answered))
+            except OddEntry as odd:
+                after = "an earlier turn has no answer", f"turn {turn}: {odd.reason}"
+                lost = [Answered(asked, later, None, *after) for later in range(turn + 1, turns)]
+                yield [Answered(asked, turn, None, odd.reason, odd.detail), *lost]
                 return
-            yield [Answered(asked, turn, record)]
-            self._remember(history, users[turn], record)
+            yield [Answered(asked, turn, answered[-1])]
 
-    def _answer(self, asked: Asked, turn: int, history: list[Message]) -> tuple[dict[str, Any] | None, str, str]:
-        if turn and unfinished_reasoning(history[-2]["content"]):
-            return None, "the earlier answer was cut off while thinking", "give more --max-new-tokens"
-        with self._encoding:
-            prompt = prompt_ids(self._tokenizer, history, enable_thinking=self._settings.thinking)
-        length = len(prompt) + self._settings.max_new_tokens
-        if length > self._settings.max_length:
-            return None, "prompt and new tokens exceed the maximum length", f"{length} > {self._settings.max_length}"
-        name = f"{asked.name}.{turn}"
+    def _answer(self, asked: Asked, answered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The record of the turn after those ``answered``; an :class:`OddEntry` if there is none."""
+        with guarded():
+            prompt = self._prompt(asked, answered)
+        name = f"{asked.name}.{len(answered)}"
         try:
             answer = self._generate(name, prompt)
         except RequestRefused as refused:
-            return None, "refused by the server", str(refused)
+            raise OddEntry("refused by the server", str(refused)) from refused
         except RequestFailed as failed:
-            return None, "the server fails on it", str(failed)
-        if len(answer.output_ids) < MIN_OUTPUT_TOKENS:
-            return None, f"fewer than {MIN_OUTPUT_TOKENS} generated tokens", f"{len(answer.output_ids)}"
-        if not self._text(answer.output_ids).strip():
-            return None, "empty answer", f"{len(answer.output_ids)} tokens of white space"
-        record = {
+            raise OddEntry("the server fails on it", str(failed)) from failed
+        with guarded():
+            self._check_answer(answer.output_ids)
+        return {
             "id": name,
             "conversation": asked.name,
-            "turn": turn,
+            "turn": len(answered),
             "source": asked.source,
             "prompt_ids": prompt,
             "output_ids": answer.output_ids,
             "finish": answer.finish,
             "target": self._target,
         }
-        return record, "", ""
+
+    def _prompt(self, asked: Asked, answered: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids up to the next user turn, with the target's answers where the data set's own were."""
+        users = asked.user_places
+        history = asked.messages[: users[len(answered)] + 1]
+        with self._encoding:
+            if answered:
+                last = answered[-1]
+                if unfinished_reasoning(self._tokenizer, last["prompt_ids"], last["output_ids"]):
+                    raise OddEntry("the earlier answer was cut off while thinking", "give more --max-new-tokens")
+            for user, record in zip(users, answered, strict=False):
+                text = answer_text(self._tokenizer, record["output_ids"])
+                history[user + 1] = {"role": "assistant", "content": text}
+            prompt = prompt_ids(self._tokenizer, history, enable_thinking=self._settings.thinking)
+        length = len(prompt) + self._settings.max_new_tokens
+        if length > self._settings.max_length:
+            raise OddEntry(
+                "prompt and new tokens exceed the maximum length", f"{length} > {self._settings.max_length}"
+            )
+        return prompt
+
+    def _check_answer(self, ids: Sequence[int]) -> None:
+        if len(ids) < MIN_OUTPUT_TOKENS:
+            raise OddEntry(f"fewer than {MIN_OUTPUT_TOKENS} generated tokens", f"{len(ids)}")
+        with self._encoding:
+            text = answer_text(self._tokenizer, ids)
+        if not text.strip():
+            raise OddEntry("empty answer", f"{len(ids)} tokens of white space")
 
     def _generate(self, name: str, prompt: list[int]) -> Completion:
         settings = self._settings
@@ -179,14 +197,6 @@ class Turns:
         if settings.seed is not None:
             options["seed"] = key_of(f"{settings.seed} {name}") % SEEDS
         return self._servers.generate(prompt, **options)
-
-    def _remember(self, history: list[Message], user: int, record: Mapping[str, Any]) -> None:
-        """Puts the target's answer where the data set's own was."""
-        history[user + 1 : user + 2] = [{"role": "assistant", "content": self._text(record["output_ids"])}]
-
-    def _text(self, ids: Sequence[int]) -> str:
-        with self._encoding:
-            return answer_text(self._tokenizer, ids)
 
 
 def answer_all(rows: Iterator[Asked], turns: Turns, ledger: Ledger, in_flight: int) -> Iterator[Answered]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from data_prep.chat import Message
+from data_prep.chat import Message, refusals
 from data_prep.entries import OddEntry
 
 STAND_IN = "specforge-dspine: an answer stands here"
@@ -72,12 +72,8 @@ def render_answer(
 def _render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], switch: dict[str, Any], *, opens: bool
 ) -> str:
-    from jinja2 import TemplateError
-
-    try:
+    with refusals():
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opens, **switch)
-    except (TemplateError, TypeError) as error:  # templates raise for roles they do not know
-        raise OddEntry("the template refuses these turns", str(error)) from error
     assert isinstance(text, str)
     return text
 

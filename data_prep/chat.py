@@ -9,8 +9,11 @@ the latter are supervised; whatever the template writes belongs to the prompt (S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from data_prep.entries import OddEntry
 
 if TYPE_CHECKING:  # reading prompts needs none, and imports should not take seconds
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +25,9 @@ THINKING = {"on": True, "off": False, "none": None}
 """What commands call a template's switch; none leaves its default."""
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+OPENING_TOKENS = 16
+"""So many of a prompt's last tokens show whether it opens the reasoning itself."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None) -> None:
@@ -49,14 +55,31 @@ def prompt_ids(
 
     Raises:
         ValueError: ``history`` does not end with a user turn.
+        OddEntry: the template refuses ``history``.
     """
     if not history or history[-1]["role"] != "user":
         raise ValueError(f"a prompt must end with a user turn, not with {history[-1:]}")
     switch: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    ids = tokenizer.apply_chat_template(
-        list(history), add_generation_prompt=True, tokenize=True, return_dict=False, **switch
-    )
+    with refusals():
+        ids = tokenizer.apply_chat_template(
+            list(history), add_generation_prompt=True, tokenize=True, return_dict=False, **switch
+        )
     return list(ids)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Around a rendering: templates raise for roles, orders or a system message that they do not know.
+
+    Raises:
+        OddEntry: with the template's words.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError) as error:
+        raise OddEntry("the template refuses these turns", str(error)) from error
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int]) -> str:
@@ -66,9 +89,14 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int]) -
     return text
 
 
-def unfinished_reasoning(text: str) -> bool:
-    """Whether an answer was cut off while the target was still thinking, so that it answers nothing."""
-    return THINK_OPEN in text and THINK_CLOSE not in text
+def unfinished_reasoning(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], output: Sequence[int]) -> bool:
+    """Whether an answer was cut off while the target was still thinking, so that it answers nothing.
+
+    Some templates open the reasoning at the end of the prompt, and then the answer holds no opening of its own.
+    """
+    opening, said = (tokenizer.decode(list(ids)) for ids in (prompt[-OPENING_TOKENS:], output))
+    assert isinstance(opening, str) and isinstance(said, str)  # lists only for a batch
+    return (THINK_OPEN in said or opening.rstrip().endswith(THINK_OPEN)) and THINK_CLOSE not in said
 
 
 def split_reasoning(content: str) -> tuple[str, str]:

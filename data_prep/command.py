@@ -6,12 +6,10 @@ python -m data_prep.X --input FILE|DIR|NAME ... --output FILE [--limit N] [--wor
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,19 @@ from typing import Any
 from tqdm import tqdm
 
 from data_prep.entries import Chunk
-from data_prep.inputs import Inputs
+from data_prep.identity import code_version
+from data_prep.inputs import Input, Inputs
 from data_prep.ledger import Ledger
-from data_prep.pool import Workers, cores
+from data_prep.pool import Job, Workers, cores
 from specforge_dspine.signals import Interrupted, unwinding_signals
 
 COMMIT_S = 2.0
 """Seconds of work that a kill may cost."""
 
 SHOWN_REASONS = 12
+
+IN_TURN = 4
+"""Chunks that each of many inputs has under way at least: of a small file all, so that it is closed."""
 
 INPUT_HELP = (
     "files (.json, .jsonl, .parquet; .gz, .zst), folders, packages (chatterbot, reasoning-gym, ...), hub names"
@@ -44,7 +46,7 @@ def parser(name: str, text: str, *, workers: bool = False) -> argparse.ArgumentP
     made.add_argument("--limit", type=positive, metavar="N", help="rows to take at most (default: all)")
     if workers:
         made.add_argument("--workers", type=positive, default=cores(), metavar="N", help="default: one per core")
-    made.add_argument("--overwrite", action="store_true", help="start anew, whatever is there")
+    made.add_argument("--overwrite", action="store_true", help="replace what is there, once this is done")
     return made
 
 
@@ -54,17 +56,6 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: at least 1")
     return value
-
-
-@cache
-def code_version(*modules: str) -> str:
-    """A hash over the source of ``modules``, which decide an output: a changed rule is another job."""
-    total = hashlib.sha256()
-    for name in modules:
-        spec = find_spec(name)
-        assert spec is not None and spec.origin is not None
-        total.update(Path(spec.origin).read_bytes())
-    return total.hexdigest()[:16]
 
 
 def run(
@@ -82,9 +73,35 @@ def run(
         sys.exit(f"error: {error}")
 
 
+def open_ledger(
+    command: str,
+    options: argparse.Namespace,
+    inputs: Inputs,
+    depends: Mapping[str, Any],
+    *,
+    further: Sequence[Path] = (),
+    reads: Sequence[str] = (),
+) -> Ledger:
+    """The ledger of a command's ``--output`` and ``further`` outputs.
+
+    Args:
+        depends: what decides the output beside the inputs, the limit and the code.
+        reads: names of what is read beside ``--input``.
+
+    Raises:
+        LedgerError: an output is an input, or another output.
+    """
+    return Ledger(
+        [options.output, *further],
+        command,
+        {"files": inputs.identities, "limit": options.limit, "code": code_version(), **depends},
+        reads=[*options.input, *(each.name for each in inputs.found), *reads],
+        overwrite=options.overwrite,
+    )
+
+
 def perform(
     ledger: Ledger,
-    options: argparse.Namespace,
     work: Callable[[Ledger], Mapping[str, Any]],
     ignored: Sequence[str] = (),
 ) -> str:
@@ -92,12 +109,10 @@ def perform(
 
     ``work`` gets the opened ledger and returns facts for the summary, among them ``rows_in``.
     """
-    if options.overwrite:
-        ledger.discard()
     if ledger.is_finished():
         return f"{ledger.output} is there already, made from these very inputs"
     for path in ignored:
-        print(f"not read, of no known kind: {path}", file=sys.stderr)
+        print(f"not read: {path}", file=sys.stderr)
     with ledger:
         facts = dict(work(ledger))
         summary = ledger.finish(facts.pop("rows_in"), facts, rows_kept=facts.pop("rows_kept", None))
@@ -106,6 +121,8 @@ def perform(
         print(f"dropped {number}: {reason}", file=sys.stderr)
     if dropped:
         print(f"every dropped row with its line: {ledger.dropped_path}", file=sys.stderr)
+    if "rows_by_file" not in summary:
+        return f"{summary['rows_in']} rows read, {summary['rows_kept']} of them good; see {ledger.output}"
     files = ", ".join(f"{number} in {name}" for name, number in summary["rows_by_file"].items())
     return f"{summary['rows_in']} rows read, {summary['rows_kept']} kept ({files})"
 
@@ -120,9 +137,11 @@ class Passage:
     def __init__(self, inputs: Inputs, workers: Workers, ledger: Ledger, *, in_turn: bool = False) -> None:
         was = ledger.fact("position") or {}
         self._ledger = ledger
+        self._workers = workers
+        sequences = [[each] for each in inputs.found] if in_turn else [inputs.found]
         self._streams = [
-            _Stream(each.chunks(), was.get("streams", {}).get(str(k), (0, 0)), workers)
-            for k, each in enumerate(inputs.found)
+            _Stream(sequence, was.get("streams", {}).get(str(k), (0, 0, 0)), workers)
+            for k, sequence in enumerate(sequences)
         ]
         self._next = was.get("next", 0)
         self._in_turn = in_turn
@@ -133,10 +152,8 @@ class Passage:
         committed = time.monotonic()
         with tqdm(desc="rows", unit=" rows", initial=self.rows_in, disable=None) as bar:
             while self._next is not None:
-                stream = self._streams[self._next]
-                source, results = stream.take(1 if self._in_turn else None)
-                if self._in_turn or not results:
-                    self._next = self._following(self._next)
+                source, results = self._take(self._next)
+                self._next = self._following(self._next)
                 if not results:
                     continue
                 self.rows_in += len(results)
@@ -150,37 +167,65 @@ class Passage:
         """Some rows were read, but are not needed: they did not come in."""
         self.rows_in -= rows
 
-    def _following(self, index: int) -> int | None:
+    def _take(self, index: int) -> tuple[str, list[Any]]:
         if not self._in_turn:
-            return index + 1 if index + 1 < len(self._streams) else None
+            return self._streams[index].take(None, self._workers.ahead)
+        share = max(IN_TURN, -(-self._workers.ahead // len(self._streams)))
+        for stream in self._streams[index : index + self._workers.ahead]:  # their turns come soon
+            stream.look_ahead(share)
+        return self._streams[index].take(1, share)
+
+    def _following(self, index: int) -> int | None:
         order = [*range(index + 1, len(self._streams)), *range(index + 1)]
         return next((k for k in order if not self._streams[k].is_dry), None)
 
     def _commit(self) -> None:
-        streams = {str(k): (stream.chunks, stream.rows) for k, stream in enumerate(self._streams)}
+        streams = {str(k): stream.position for k, stream in enumerate(self._streams)}
         self._ledger.set_fact("position", {"streams": streams, "next": self._next, "rows_in": self.rows_in})
         self._ledger.commit()
 
 
 class _Stream:
-    """What workers say of one input's rows. ``chunks`` are done with, and ``rows`` of the one after them."""
+    """What workers say of the rows of inputs, one after the other.
 
-    def __init__(self, chunks: Iterator[Chunk], position: tuple[int, int], workers: Workers) -> None:
-        self.chunks, self.rows = position
+    Attributes:
+        position: inputs that are done with, chunks of the one after them, rows of the chunk after those.
+    """
+
+    def __init__(self, inputs: Sequence[Input], position: tuple[int, int, int], workers: Workers) -> None:
+        self.position = position
         self.is_dry = False
-        self._results = workers.map(islice(chunks, self.chunks, None))
+        self._workers = workers
+        self._chunks = self._all_chunks(inputs, *position[:2])
+        self._jobs: deque[tuple[int, int, Job]] = deque()
         self._current: tuple[str, list[Any]] | None = None
 
-    def take(self, count: int | None) -> tuple[str, list[Any]]:
-        """The next ``count`` rows, or all that are at hand; none at the end."""
-        while self._current is None or self.rows >= len(self._current[1]):
+    def look_ahead(self, count: int) -> None:
+        """Has ``count`` chunks under way, if there are so many."""
+        for number, place, chunk in islice(self._chunks, max(0, count - len(self._jobs))):
+            self._jobs.append((number, place, self._workers.submit(chunk)))
+
+    def take(self, count: int | None, ahead: int) -> tuple[str, list[Any]]:
+        """The next ``count`` rows, or all that are at hand; none at the end. ``ahead`` chunks are under way."""
+        number, place, row = self.position
+        while self._current is None or row >= len(self._current[1]):
             if self._current is not None:
-                self.chunks, self.rows = self.chunks + 1, 0
-            self._current = next(self._results, None)
-            if self._current is None:
-                self.is_dry = True
+                place, row = place + 1, 0
+            self.look_ahead(ahead)
+            if not self._jobs:
+                self.is_dry, self._current = True, None
                 return "", []
+            was, (number, place, job) = (number, place), self._jobs.popleft()
+            row = row if (number, place) == was else 0
+            self._current = job.result()
         source, results = self._current
-        part = results[self.rows : None if count is None else self.rows + count]
-        self.rows += len(part)
+        part = results[row : None if count is None else row + count]
+        self.position = number, place, row + len(part)
         return source, part
+
+    @staticmethod
+    def _all_chunks(inputs: Sequence[Input], number: int, place: int) -> Iterator[tuple[int, int, Chunk]]:
+        for k, each in enumerate(inputs[number:], number):
+            first = place if k == number else 0
+            for at, chunk in enumerate(islice(each.chunks(), first, None), first):
+                yield k, at, chunk

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
+
+from data_prep.words import words_of
 
 WORDS = 13
 """So many consecutive words in common are no accident; evaluation texts that are shorter count as a whole."""
-
-WORD = re.compile(r"\w+")
-
-
-def words_of(text: str) -> list[str]:
-    """Case folded words, without punctuation."""
-    return WORD.findall(text.casefold())
 
 
 class Contamination:
     """The runs of ``WORDS`` words of evaluation texts."""
 
     def __init__(self, texts: Iterable[tuple[str, str]]) -> None:
-        """``texts``: each with the name of where it is from."""
+        """``texts``: each with the name of where it is from; one without any word has nothing to be found by."""
         self._runs: dict[str, str] = {}
         self._whole: dict[str, str] = {}
         for place, text in texts:
             words = words_of(text)
-            if len(words) < WORDS:
+            if 0 < len(words) < WORDS:
                 self._whole.setdefault(" ".join(words), place)
             for run in _runs(words):
                 self._runs.setdefault(run, place)

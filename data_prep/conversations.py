@@ -9,15 +9,17 @@ Understood are
     {"instruction": str, "input": str}                   Alpaca
     {"text": str}                                        a chat rendered with ChatML's or Llama 3's markers
 
-A conversation is an optional system message, then user and assistant in turn. Anything else is an
-:class:`OddEntry`, to be counted and reported, neither repaired nor passed on.
+A text in "output", "response" or "completion" beside a single question or an instruction is its answer; a text in
+"system" or "system_prompt" beside any of them is the system message. A conversation is an optional system message,
+then user and assistant in turn. Anything else is an :class:`OddEntry`, to be counted and reported, neither repaired
+nor passed on.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_prep.chat import THINK_CLOSE, Message, split_reasoning
 from data_prep.entries import OddEntry
@@ -35,17 +37,37 @@ ROLES = {
 }
 TOOL_ROLES = {"tool", "function", "function_call", "observation", "tool_call", "tool_response", "ipython"}
 TOOL_FIELDS = ("tool_calls", "function_call")
+TOOL_LISTS = ("tools", "functions")
+NO_TOOLS = ("", "[]", "null")
+"""What a table of strings has where there are none."""
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 SPECIAL_FIELDS = frozenset(TOOL_FIELDS + REASONING_FIELDS)
 LISTS = ("conversations", "messages", "data")
 QUESTIONS = ("prompt", "question", "problem")
 FIELDS = (*LISTS, *QUESTIONS, "instruction", "text")
+ANSWERS = ("output", "response", "completion")
+SYSTEMS = ("system", "system_prompt")
 
-MARKED_TURNS = (
-    re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.S),
-    re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n(.*?)(?:<\|eot_id\|>|\Z)", re.S),
+
+class Markers(NamedTuple):
+    """Between what the turns of a preformatted text stand; ``begin`` may come before the first."""
+
+    begin: re.Pattern[str]
+    opening: re.Pattern[str]
+    closing: str
+
+
+MARKERS = (
+    Markers(re.compile(r""), re.compile(r"\s*<\|im_start\|>(\w+)\n"), "<|im_end|>"),
+    Markers(
+        re.compile(r"\s*(<\|begin_of_text\|>)?"),
+        re.compile(r"\s*<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n"),
+        "<|eot_id|>",
+    ),
 )
-"""Turns of a preformatted text; the last one may lack its end."""
+BLANK = re.compile(r"\s*")
+SHOWN = 40
+"""Characters of a text that a detail quotes."""
 
 
 def read_conversation(entry: Any) -> list[Message]:
@@ -58,7 +80,10 @@ def read_conversation(entry: Any) -> list[Message]:
         raise entry
     if not isinstance(entry, dict):
         raise OddEntry("not a JSON object", type(entry).__name__)
+    if any(_has_tools(entry.get(name)) for name in TOOL_LISTS):
+        raise OddEntry("tool calls", "the conversation has tools; none can be run here")
     messages = [_message(raw, at) for at, raw in enumerate(_raw_messages(entry))]
+    messages = _with_system(entry, messages)
     _check_turns(messages)
     return messages
 
@@ -96,7 +121,29 @@ def _raw_messages(entry: dict[str, Any]) -> list[Any]:
         if not isinstance(value, str) or not isinstance(more, str):
             raise OddEntry("content is not text", f"instruction or input is {type(more).__name__}")
         value = f"{value}\n\n{more}"
-    return [{"role": "user", "content": value}]
+    answers = (entry.get(field) for field in ANSWERS)
+    answer = next((text for text in answers if isinstance(text, str) and not BLANK.fullmatch(text)), None)
+    question = {"role": "user", "content": value}
+    return [question] if answer is None else [question, {"role": "assistant", "content": answer}]
+
+
+def _has_tools(value: Any) -> bool:
+    return value.strip() not in NO_TOOLS if isinstance(value, str) else bool(value)
+
+
+def _with_system(entry: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """``messages`` after the system message that stands beside them, if one does."""
+    name = next((name for name in SYSTEMS if entry.get(name)), None)
+    if name is None or (isinstance(entry[name], str) and BLANK.fullmatch(entry[name])):
+        return messages
+    system = entry[name]
+    if not isinstance(system, str):
+        raise OddEntry("content is not text", f"{name} is {type(system).__name__}")
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
+        raise OddEntry("two system messages", f"{name} and message 0 differ")
+    return messages
 
 
 def _listed(name: str, value: Any) -> list[Any]:
@@ -113,12 +160,32 @@ def _listed(name: str, value: Any) -> list[Any]:
 def _marked(text: Any) -> list[Any]:
     if not isinstance(text, str):
         raise OddEntry("content is not text", f"text is {type(text).__name__}")
-    for pattern in MARKED_TURNS:
-        turns = pattern.findall(text)
-        if turns:
-            answered = turns[:-1] if not turns[-1][1].strip() else turns  # a prompt ends with an opened answer
-            return [{"role": role, "content": content} for role, content in answered]
+    for markers in MARKERS:
+        if markers.opening.search(text):
+            return _between(markers, text)
     raise OddEntry("text without turns", "no ChatML or Llama 3 markers in it; a plain question belongs into prompt")
+
+
+def _between(markers: Markers, text: str) -> list[Any]:
+    """The turns of a text that is nothing but turns; at most an opened answer comes after them."""
+    begin = markers.begin.match(text)
+    place = begin.end() if begin else 0
+    turns: list[Any] = []
+    while not BLANK.fullmatch(text, place):
+        opened = markers.opening.match(text, place)
+        if opened is None:
+            raise OddEntry("text outside of the turns", f"after turn {len(turns)}: {text[place : place + SHOWN]!r}")
+        end = text.find(markers.closing, opened.end())
+        content = text[opened.end() : end if end >= 0 else None]
+        if end < 0 and BLANK.fullmatch(content) and ROLES.get(opened[1]) == "assistant":
+            break  # what a server is asked ends so
+        if end < 0 or markers.opening.search(content):
+            raise OddEntry("a turn without its end", f"turn {len(turns) + 1} ({opened[1]}) has no {markers.closing}")
+        turns.append({"role": opened[1], "content": content})
+        place = end + len(markers.closing)
+    if not turns:
+        raise OddEntry("empty conversation", "text holds no turn")
+    return turns
 
 
 def _message(raw: Any, at: int) -> Message:
@@ -129,7 +196,7 @@ def _message(raw: Any, at: int) -> Message:
         name, content = raw.get("from"), raw.get("value")
     role = ROLES.get(name) if isinstance(name, str) else None
     more = SPECIAL_FIELDS.intersection(raw)
-    if (more and any(raw.get(field) for field in TOOL_FIELDS)) or (role is None and name in TOOL_ROLES):
+    if (more and any(raw.get(field) for field in TOOL_FIELDS)) or (isinstance(name, str) and name in TOOL_ROLES):
         raise OddEntry("tool calls", f"message {at} ({name}); no tool can be run here")
     if role is None:
         raise OddEntry("unknown role", f"message {at}: {name!r}")

@@ -54,18 +54,19 @@ class Lines:
     def rows(self) -> Iterator[Row]:
         for number, text in enumerate(self.data.split(b"\n"), self.line):
             if text.strip():
-                yield number, parse(text)
+                yield number, parse(text, number)
 
 
 @dataclass(frozen=True)
 class Values:
-    """JSON texts and the lines on which they begin."""
+    """JSON texts and the lines on which they begin; an odd entry in place of a text stays one."""
 
     source: str
-    texts: list[tuple[int, bytes]]
+    texts: list[tuple[int, bytes | OddEntry]]
 
     def rows(self) -> Iterator[Row]:
-        return ((line, parse(text)) for line, text in self.texts)
+        for line, text in self.texts:
+            yield line, parse(text, line) if isinstance(text, bytes) else text
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,21 @@ class Table:
     data: Any
 
     def rows(self) -> Iterator[Row]:
-        return enumerate(self.data.to_pylist(), self.row)
+        try:
+            rows = iter(self.data.to_pylist())
+        except Exception:  # of many kinds: a date in the year 10000, bytes that are not UTF-8, what comes next
+            rows = map(self._row, range(len(self.data)))
+        return enumerate(rows, self.row)
+
+    def _row(self, at: int) -> Any:
+        row, column = {}, ""
+        try:
+            for column, values in zip(self.data.schema.names, self.data.columns, strict=True):
+                row[column] = values[at].as_py()
+        except Exception as error:
+            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "the row cannot be read"
+            return OddEntry(reason, f"column {column}: {error or type(error).__name__}")
+        return row
 
 
 @dataclass(frozen=True)
@@ -91,18 +106,24 @@ class Entries:
         return iter(self.entries)
 
 
-def parse(text: bytes) -> Any:
-    """The JSON value of ``text``, or an :class:`OddEntry`."""
+def parse(text: bytes, line: int = 1) -> Any:
+    """The JSON value of ``text``, which begins on ``line`` of its file, or an :class:`OddEntry`."""
     try:
         return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        try:
-            value = json.loads(text.decode())  # also takes NaN and half surrogates
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeDecodeError as broken:
-            return OddEntry("not UTF-8", f"byte {broken.start} of the entry; save the file as UTF-8")
-        except UnicodeEncodeError:
-            return OddEntry("not UTF-8", r"a \u escape is half of a surrogate pair")
-        except (ValueError, RecursionError):
-            return OddEntry("not JSON", str(error))
-        return value
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        value = json.loads(text.decode())  # also takes NaN and half surrogates
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as broken:
+        return OddEntry("not UTF-8", f"byte {broken.start} of the entry; save the file as UTF-8")
+    except UnicodeEncodeError:
+        return OddEntry("not UTF-8", r"a \u escape is half of a surrogate pair")
+    except json.JSONDecodeError as error:
+        lines = text.count(b"\n")
+        passed = f"; lines {line} to {line + lines} were passed over" if lines else ""
+        place = f"character {error.pos + 1} of the entry, on line {line + error.lineno - 1} of the file"
+        return OddEntry("not JSON", f"{error.msg}: {place}{passed}")
+    except (ValueError, RecursionError) as error:
+        return OddEntry("not JSON", str(error))
+    return value

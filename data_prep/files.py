@@ -34,6 +34,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         scratch.unlink(missing_ok=True)
 
 
+def printable(path: Path | str) -> str:
+    """A path as text; bytes of it that are not UTF-8 are written out, for neither JSON nor UTF-8 can hold them."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def to_line(row: Mapping[str, Any] | Sequence[Any]) -> bytes:
     """One JSONL line."""
     return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)

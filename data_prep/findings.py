@@ -64,7 +64,12 @@ def read_sample(place: str, entry: Any) -> Sample:
         raise OddEntry("ids and mask differ in length", f"{len(ids)} and {len(mask)}")
     if not set(mask) <= {0, 1}:
         raise OddEntry("the mask holds other values than 0 and 1", f"{sorted(set(mask))[:5]}")
-    return Sample(place, ids, mask, entry.get("prompt_tokens"), entry.get("finish"), entry.get("origin"))
+    prompt, finish, origin = (entry.get(name) for name in ("prompt_tokens", "finish", "origin"))
+    if prompt is not None and type(prompt) is not int:
+        raise OddEntry("prompt_tokens is not a number", f"{prompt!r}")
+    if not all(text is None or isinstance(text, str) for text in (finish, origin)):
+        raise OddEntry("finish or origin is not text", f"{finish!r}, {origin!r}")
+    return Sample(place, ids, mask, prompt, finish, origin)
 
 
 @dataclass(frozen=True)
@@ -109,13 +114,14 @@ class Findings:
 
     def add(self, sample: Sample) -> None:
         """Looks at one more sample."""
+        problems = self.problems(sample)  # first: if it fails, nothing was counted
         self.samples += 1
         self.lengths.append(len(sample.input_ids))
         self.supervised.append(sample.supervised)
         self.anchors.append(sample.anchors)
         self.origins[sample.origin or "unknown"] += 1
         self.finishes[sample.finish or "unknown"] += 1
-        for problem in self.problems(sample):
+        for problem in problems:
             self.counts[problem] += 1
             places = self.warnings.setdefault(problem, [])
             if len(places) < EXAMPLES:

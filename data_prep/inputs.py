@@ -6,20 +6,22 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from data_prep.entries import Chunk, Table
-from data_prep.files import file_sha256
-from data_prep.reading import PACKED_SUFFIXES, SUFFIXES, describe, file_chunks, odd_file
+from data_prep.files import file_sha256, printable
+from data_prep.reading import PACKED_SUFFIXES, SUFFIXES, TABLE_ROWS, describe, file_chunks, guarded, odd_file
 from data_prep.sources import PACKAGES, hub_table
 
 SAVED_MARKS = ("dataset_dict.json", "state.json")
 """What ``datasets``' ``save_to_disk`` leaves in a folder."""
 
-TABLE_ROWS = 1024
+SHOWN_CHANGES = 3
+"""Inputs that a message names; the others are counted."""
 
 SIDE_SUFFIXES = (".summary.json", ".dropped.jsonl")
 """What our own commands write beside their outputs: no data."""
@@ -44,15 +46,25 @@ class Input:
 
 @dataclass(frozen=True)
 class Inputs:
-    """All of ``--input``, and the files in its folders that are of no known kind."""
+    """All of ``--input`` in order, and what in its folders is not read: each with the reason."""
 
     found: list[Input]
     ignored: list[str]
 
     @property
-    def identities(self) -> dict[str, str]:
-        """By name."""
-        return {each.name: each.identity for each in self.found}
+    def identities(self) -> list[list[str]]:
+        """Names and identities in order: in another order, or twice, inputs give other rows."""
+        return [[each.name, each.identity] for each in self.found]
+
+
+def difference(was: Any, now: Any) -> str:
+    """How a value that decides an output changed, in words; of lists of inputs only the first ones that differ."""
+    if not (isinstance(was, list) and isinstance(now, list) and max(len(was), len(now)) > SHOWN_CHANGES):
+        return f"was {was!r} and is now {now!r}"
+    pairs = [(k, one, other) for k, (one, other) in enumerate(zip_longest(was, now), 1) if one != other]
+    shown = "; ".join(f"number {k} was {one!r} and is now {other!r}" for k, one, other in pairs[:SHOWN_CHANGES])
+    more = len(pairs) - SHOWN_CHANGES
+    return f"differ: {shown}" + (f"; and {more} more" if more > 0 else "")
 
 
 def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
@@ -105,25 +117,55 @@ def _file(path: Path) -> Input:
         identity = f"sha256 {file_sha256(path)}"
     except OSError as error:
         identity = describe(error)  # the rows will say so
-    return Input(str(path), identity, partial(file_chunks, path))
+    return Input(printable(path), identity, partial(file_chunks, path))
 
 
 def _add_folder(folder: Path, result: Inputs) -> None:
     if any((folder / mark).is_file() for mark in SAVED_MARKS):
         result.found.extend(_saved(folder))
         return
-    files: list[Path] = []
     closed: list[OSError] = []
-    for parent, folders, names in os.walk(folder, onerror=closed.append):
-        folders.sort()
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
-    data = sorted(path for path in files if is_data(path) and not path.name.endswith(SIDE_SUFFIXES))
-    result.ignored.extend(sorted(str(path) for path in set(files) - set(data)))
-    bar = tqdm(data, desc=f"looking at {folder}", unit=" files", leave=False, disable=None)
+    data, ignored = _walk(folder, closed)
+    result.ignored.extend(f"{printable(path)} ({why})" for path, why in sorted(ignored))
+    bar = tqdm(sorted(data), desc=f"looking at {printable(folder)}", unit=" files", leave=False, disable=None)
     result.found.extend(_file(path) for path in bar)
     for error in closed:
-        rows = odd_file(str(error.filename), error)
+        rows = odd_file(printable(error.filename), error)
         result.found.append(Input(rows.source, describe(error), partial(iter, [rows])))
+
+
+def _walk(folder: Path, closed: list[OSError]) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """The data files below ``folder``, through links too, and what else is there."""
+    data: list[Path] = []
+    ignored: list[tuple[Path, str]] = []
+    walked = {_place(folder)}
+    for parent, folders, names in os.walk(folder, onerror=closed.append, followlinks=True):
+        entered = []
+        for path in sorted(Path(parent, name) for name in folders):
+            if path.name.startswith("."):
+                ignored.append((path, "hidden"))
+            elif _place(path) in walked:
+                ignored.append((path, "a link to a folder that is read already"))
+            else:
+                walked.add(_place(path))
+                entered.append(path.name)
+        folders[:] = entered
+        for path in (Path(parent, name) for name in names):
+            if path.name.startswith("."):
+                ignored.append((path, "hidden"))
+            elif not is_data(path) or path.name.endswith(SIDE_SUFFIXES):
+                ignored.append((path, "of no known kind"))
+            elif os.path.exists(path) and not os.path.isfile(path):
+                ignored.append((path, "not an ordinary file"))
+            else:
+                data.append(path)  # one that is not there, but has a name here, will be told
+    return data, ignored
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """What a folder is, by whatever name."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _saved(folder: Path) -> Iterator[Input]:
@@ -131,10 +173,10 @@ def _saved(folder: Path) -> Iterator[Input]:
 
     saved = load_from_disk(str(folder))
     if isinstance(saved, Dataset):
-        yield _table(str(folder), saved)
+        yield _table(printable(folder), saved)
     else:
         for split, table in saved.items():
-            yield _table(f"{folder}:{split}", table)
+            yield _table(f"{printable(folder)}:{split}", table)
 
 
 def _table(name: str, table: Any) -> Input:
@@ -144,7 +186,7 @@ def _table(name: str, table: Any) -> Input:
             yield Table(name, row, part)
             row += len(part)
 
-    return Input(name, f"datasets {table._fingerprint}", chunks)
+    return Input(name, f"datasets {table._fingerprint}", lambda: guarded(name, chunks()))
 
 
 def rows_of(inputs: Inputs) -> Iterator[tuple[str, int | None, Any]]:

@@ -19,16 +19,16 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from data_prep.command import code_version, parser, perform, run
+from data_prep.command import open_ledger, parser, perform, run
 from data_prep.entries import OddEntry
-from data_prep.findings import Findings, Known, Sample, read_sample
+from data_prep.files import printable
+from data_prep.findings import Findings, Known, read_sample
 from data_prep.identity import SHORT, end_ids, tokenizer_identity
 from data_prep.inputs import open_inputs, rows_of
 from data_prep.ledger import Ledger
-from data_prep.page import html_page, terminal_text
+from data_prep.page import Shown, html_page, spans, terminal_text
+from data_prep.rows import guarded
 from specforge_dspine.fingerprint import model_fingerprint
-
-CODE = [f"data_prep.{name}" for name in ("findings", "page")]
 
 
 def inspect(options: argparse.Namespace) -> str:
@@ -45,39 +45,36 @@ def inspect(options: argparse.Namespace) -> str:
     known = Known.of(tokenizer, rows, end_ids(options.target, tokenizer), options.mask_token_id, fingerprint)
     inputs = open_inputs(options.input, limited=options.limit is not None)
     depends = {
-        "files": inputs.identities,
-        "limit": options.limit,
         "show": options.show,
         "mask_token_id": options.mask_token_id,
         "target": fingerprint,
         **tokenizer_identity(options.target, tokenizer),
-        "code": code_version(*CODE),
     }
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
         findings = Findings(known)
-        shown: list[Sample] = []
+        shown: list[Shown] = []
         bad = 0
         rows = islice(rows_of(inputs), options.limit)
         for source, line, entry in tqdm(rows, desc="samples", unit=" rows", disable=None):
             try:
-                sample = read_sample(f"{source}, line {line}", entry)
+                with guarded():
+                    sample = read_sample(f"{source}, line {line}", entry)
+                    if findings.samples < options.show:
+                        shown.append(Shown(sample, list(spans(sample, tokenizer, known.rows))))
+                    findings.add(sample)
             except OddEntry as odd:
                 ledger.drop(source, line, odd.reason, odd.detail)
                 bad += 1
-                continue
-            findings.add(sample)
-            if len(shown) < options.show:
-                shown.append(sample)
         if not findings.samples:
             raise ValueError(f"not one sample in {bad} rows: {ledger.reasons()}")
-        print(terminal_text(findings, shown, tokenizer, colour=options.colour or sys.stdout.isatty()))
-        ledger.keep(html_page(findings, shown, tokenizer, title=" ".join(options.input)).encode())
+        print(terminal_text(findings, shown, colour=options.colour or sys.stdout.isatty()))
+        ledger.keep(html_page(findings, shown, title=" ".join(map(printable, options.input))).encode())
         return {"rows_in": findings.samples + bad, "rows_kept": findings.samples, **findings.summary()}
 
-    ledger = Ledger([options.output], "inspect", depends)
-    options.overwrite |= ledger.is_own()  # to look again is what the command is for
-    return perform(ledger, options, work, inputs.ignored)
+    ledger = open_ledger("inspect", options, inputs, depends)
+    ledger.overwrite |= ledger.is_own()  # to look again is what the command is for
+    return perform(ledger, work, inputs.ignored)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,22 +3,25 @@
 Until a job is done its rows are in one SQLite file, ``OUTPUT.partial``, together with how far it has come: what was
 committed is there after a kill, and nothing else is. Then ``OUTPUT.dropped.jsonl``, further outputs and ``OUTPUT``
 appear, each whole, and last of all ``OUTPUT.summary.json``: every input that they depend on, the rows counted, and a
-hash of each file. Rows that came in are rows kept and rows dropped, or the job does not end.
+hash of each file. Rows that came in are rows kept and rows dropped, or the job does not end. What a job replaces
+stays until then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
 from data_prep.files import file_sha256, replacing, to_line
+from data_prep.inputs import difference
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
@@ -37,6 +40,10 @@ class LedgerError(ValueError):
     """The output belongs to another job, or cannot be written; the message says what to do."""
 
 
+class AnotherProcess(LedgerError):
+    """Somebody works on this output now."""
+
+
 class Ledger:
     """The rows of one job, for one process at a time: ``is_finished``, then ``with ledger:``.
 
@@ -44,21 +51,32 @@ class Ledger:
         outputs: the final files; the first is ``OUTPUT``.
         command: the job's kind.
         inputs: JSON values that decide the content; only a job with the same ones continues.
+        reads: files and folders that are read; none of them may be written.
+        overwrite: replaces what is there, once the job is done; a partial file of other inputs is discarded.
+
+    Raises:
+        LedgerError: a file would be written that is read, or written twice, or is no ordinary file.
     """
 
-    def __init__(self, outputs: Sequence[Path], command: str, inputs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[Path],
+        command: str,
+        inputs: Mapping[str, Any],
+        *,
+        reads: Iterable[str | Path] = (),
+        overwrite: bool = False,
+    ) -> None:
         self.outputs = list(outputs)
         self.output = self.outputs[0]
         self._inputs = json.loads(json.dumps({"command": command, **inputs}))  # tuples become lists, as in the file
         self.summary_path = _beside(self.output, "summary.json")
         self.dropped_path = _beside(self.output, "dropped.jsonl")
         self._partial_path = _beside(self.output, "partial")
+        self._journal_path = _beside(self.output, "partial-journal")  # SQLite's own
+        self.overwrite = overwrite
         self._db: sqlite3.Connection | None = None
-        if len({path.name for path in self.outputs}) < len(self.outputs):
-            raise LedgerError(f"{' and '.join(map(str, self.outputs))}: give the files names of their own")
-        for path in self.outputs:
-            if path.exists() and not path.is_file():
-                raise LedgerError(f"{path} is not an ordinary file; name a file that can be written and replaced")
+        self._check_paths(reads)
 
     @property
     def db(self) -> sqlite3.Connection:
@@ -72,6 +90,8 @@ class Ledger:
         Raises:
             LedgerError: they are from other inputs (the message says which), or changed since, or foreign.
         """
+        if self.overwrite:
+            return False
         if not self.summary_path.exists():
             for path in self.outputs:
                 if path.exists() and not self._partial_path.exists():
@@ -79,7 +99,9 @@ class Ledger:
                         f"{path} is there without {self.summary_path.name}: not from here; {self._advice}"
                     )
             return False
-        summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        summary = self._summary()
+        if summary is None:
+            raise LedgerError(f"{self.summary_path} is not from here; {self._advice}")
         self._compare(summary["inputs"])
         for path in (*self.outputs, self.dropped_path):
             if not path.exists() or file_sha256(path) != summary["sha256"].get(path.name):
@@ -88,18 +110,40 @@ class Ledger:
 
     def is_own(self) -> bool:
         """Whether the output was made by the same command, from whatever inputs."""
-        if not self.summary_path.exists():
-            return False
-        summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
-        return summary["inputs"]["command"] == self._inputs["command"]
+        summary = self._summary()
+        return summary is not None and summary["inputs"].get("command") == self._inputs["command"]
 
-    def discard(self) -> None:
-        """Removes whatever is there."""
-        with self._opened():
-            pass
-        journal = _beside(self.output, "partial-journal")  # SQLite's own
-        for path in (self.summary_path, self.dropped_path, *self.outputs, self._partial_path, journal):
-            path.unlink(missing_ok=True)
+    def _summary(self) -> dict[str, Any] | None:
+        """The summary that is there, if it is one of a ledger."""
+        try:
+            found = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        is_own = isinstance(found, dict) and all(isinstance(found.get(name), dict) for name in ("inputs", "sha256"))
+        return found if is_own else None
+
+    def _check_paths(self, reads: Iterable[str | Path]) -> None:
+        """By real path, so that no link hides that two names are one file."""
+        if len({path.name for path in self.outputs}) < len(self.outputs):
+            raise LedgerError(f"{' and '.join(map(str, self.outputs))}: give the files names of their own")
+        read = {Path(os.path.realpath(path)): path for path in reads}
+        written: dict[Path, Path] = {}
+        beside = (self.summary_path, self.dropped_path, self._partial_path, self._journal_path)
+        for path in (*beside, *self.outputs):
+            real = Path(os.path.realpath(path))
+            if real in written:
+                raise LedgerError(f"{path} is where {written[real].name} of {self.output} goes; name another file")
+            if real in read:
+                raise LedgerError(f"{path} would be written, but is read as {read[real]}; name another output")
+            folder = next((read[parent] for parent in real.parents if parent in read), None)
+            if folder is not None:
+                raise LedgerError(
+                    f"{path} would be written into {folder}, all of which is read, and the next run would read it; "
+                    "name an output elsewhere, or single files as inputs"
+                )
+            if path.exists() and not path.is_file():
+                raise LedgerError(f"{path} is not an ordinary file; name a file that can be written and replaced")
+            written[real] = path
 
     def __enter__(self) -> Ledger:
         """Opens what an earlier run left, or begins.
@@ -107,6 +151,19 @@ class Ledger:
         Raises:
             LedgerError: another process works on it, it is from other inputs, or it is damaged.
         """
+        try:
+            self._begin()
+        except AnotherProcess:
+            raise
+        except LedgerError:
+            if not self.overwrite:
+                raise
+            for path in (self._partial_path, self._journal_path):
+                path.unlink(missing_ok=True)
+            self._begin()
+        return self
+
+    def _begin(self) -> None:
         self._db = self._open()
         try:
             self._db.executescript(SCHEMA)
@@ -119,7 +176,6 @@ class Ledger:
         except Exception as error:
             self.__exit__(type(error), error, None)
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -184,34 +240,41 @@ class Ledger:
             RuntimeError: rows were lost on the way: an error in this program.
         """
         kept, dropped = self.counts()
+        are_pages = rows_kept is not None
         kept = kept if rows_kept is None else rows_kept
         if rows_in != kept + sum(dropped.values()):
             raise RuntimeError(f"{rows_in} rows came in, {kept} were kept and {sum(dropped.values())} dropped")
         self.commit()
-        written = {self.dropped_path: "SELECT line FROM dropped ORDER BY place"}
-        for number, path in reversed(list(enumerate(self.outputs))):
-            written[path] = f"SELECT line FROM kept WHERE output = {number} ORDER BY place"
-        files = {}
+        written = {
+            path: f"SELECT line FROM kept WHERE output = {number} ORDER BY place"
+            for number, path in enumerate(self.outputs)
+        }
+        written[self.dropped_path] = "SELECT line FROM dropped ORDER BY place"
+        files: dict[str, int] = {}
+        hashes: dict[str, str] = {}
         try:
-            for path, query in written.items():
-                with replacing(path) as file:
-                    rows = self.db.execute(query)
-                    bar = tqdm(rows, desc=f"writing {path.name}", unit=" rows", leave=False, disable=None)
-                    files[path.name] = 0
-                    for (line,) in bar:
-                        file.write(line)
-                        files[path.name] += 1
-            summary = {
-                "inputs": self._inputs,
-                "rows_in": rows_in,
-                "rows_kept": kept,
-                "rows_dropped": dropped,
-                "rows_by_file": {path.name: files[path.name] for path in self.outputs},
-                **facts,
-                "sha256": {path.name: file_sha256(path) for path in written},
-            }
-            with replacing(self.summary_path) as file:
-                file.write((json.dumps(summary, indent=2, ensure_ascii=False) + "\n").encode())
+            # All are written before the first takes its place. They do so in reverse order: the summary is the last.
+            with ExitStack() as stack:
+                about = stack.enter_context(replacing(self.summary_path))
+                for path, query in written.items():
+                    file = stack.enter_context(replacing(path))
+                    with closing(self.db.execute(query)) as rows:  # left open, it would hold the lock
+                        lines = (line for (line,) in rows)
+                        bar = tqdm(lines, desc=f"writing {path.name}", unit=" rows", leave=False, disable=None)
+                        files[path.name] = _fill(path, file, bar)
+                    hashes[path.name] = file_sha256(Path(file.name))
+                summary = {
+                    "inputs": self._inputs,
+                    "rows_in": rows_in,
+                    "rows_kept": kept,
+                    "rows_dropped": dropped,
+                    **({} if are_pages else {"rows_by_file": {path.name: files[path.name] for path in self.outputs}}),
+                    **facts,
+                    "sha256": hashes,
+                }
+                text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+                _fill(self.summary_path, about, [text.encode()])
+                self.summary_path.unlink(missing_ok=True)  # from here on the old result is no longer whole
         except OSError as error:
             raise LedgerError(
                 f"{error.filename or self.output}: {error.strerror or error}. The rows are safe in "
@@ -226,7 +289,7 @@ class Ledger:
 
     def _compare(self, was: Mapping[str, Any]) -> None:
         changed = [
-            f"{name} was {was.get(name)!r} and is now {self._inputs.get(name)!r}"
+            f"{name} {difference(was.get(name), self._inputs.get(name))}"
             for name in sorted(was.keys() | self._inputs.keys())
             if was.get(name) != self._inputs.get(name)
         ]
@@ -245,7 +308,7 @@ class Ledger:
             if db is not None:
                 db.close()
             if "locked" in str(error):
-                raise LedgerError(
+                raise AnotherProcess(
                     f"another process is writing {self.output}; wait for it or name another file"
                 ) from None
             raise LedgerError(
@@ -253,21 +316,25 @@ class Ledger:
             ) from error
         return db
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Whether nobody else has it: a damaged file is nobody's."""
-        try:
-            self._open().close()
-        except LedgerError as error:
-            if "another process" in str(error):
-                raise
-        yield
-
 
 def read_kept_keys(db: sqlite3.Connection) -> Iterator[int]:
     """The keys of all rows kept so far, as they were given."""
     for (key,) in db.execute("SELECT key FROM kept WHERE key IS NOT NULL"):
         yield key % (1 << 64)
+
+
+def _fill(path: Path, file: BinaryIO, lines: Iterable[bytes]) -> int:
+    """Writes ``lines`` for ``path``; returns how many there were."""
+    number = 0
+    try:
+        for line in lines:
+            file.write(line)
+            number += 1
+        file.flush()
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    return number
 
 
 def _signed(key: int | None) -> int | None:

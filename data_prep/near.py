@@ -15,9 +15,14 @@ import numpy as np
 import xxhash
 from datasketch import MinHash, MinHashLSH
 
+from data_prep.words import pieces_of
+
 PERMUTATIONS = 128
 SHINGLE_WORDS = 3
 """Consecutive words that are one element of a text's set."""
+
+MOST_BANDED = 0.98
+"""The highest similarity for which there are two bands or more; above, what these find is compared all the same."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS signatures (number INTEGER PRIMARY KEY, place TEXT, signature BLOB);
@@ -27,7 +32,7 @@ CREATE TABLE IF NOT EXISTS bands (band INTEGER, number INTEGER, PRIMARY KEY (ban
 
 def signature(text: str) -> bytes:
     """The MinHash of a normalised text's word triples: uint32 [P]."""
-    words = text.split()
+    words = pieces_of(text)
     shingles = {" ".join(words[k : k + SHINGLE_WORDS]) for k in range(max(1, len(words) - SHINGLE_WORDS + 1))}
     sketch = _empty().copy()
     sketch.update_batch([shingle.encode() for shingle in shingles])
@@ -48,7 +53,7 @@ class NearIndex:
     """
 
     def __init__(self, db: sqlite3.Connection, threshold: float) -> None:
-        split = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)  # which bands suit the threshold
+        split = MinHashLSH(threshold=min(threshold, MOST_BANDED), num_perm=PERMUTATIONS)  # which bands suit it
         self._bands, self._rows = split.b, split.r
         self._threshold = threshold
         self._db = db

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import Environment
 
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
 
 BAR = 40
 """Characters of the longest bar."""
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What would colour, move or reverse the text of a terminal; tabs and line breaks are left."""
+
+
+class Shown(NamedTuple):
+    """A sample and its text in runs of the same mask."""
+
+    sample: Sample
+    parts: list[tuple[str, bool]]
+
 
 PLAIN, DIM, GREEN, RED, BOLD = (f"\x1b[{code}m" for code in (0, 2, 32, 31, 1))
 
@@ -58,29 +70,30 @@ finish {{ sample.finish }}, origin {{ sample.origin }}</p>
 )
 
 
-def html_page(findings: Findings, shown: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, title: str) -> str:
+def html_page(findings: Findings, shown: Sequence[Shown], title: str) -> str:
     """The whole page."""
     return PAGE.render(
         findings=findings,
         summary=findings.summary(),
         origins=_listed(findings.origins),
         finishes=_listed(findings.finishes),
-        samples=[(sample, list(spans(sample, tokenizer))) for sample in shown],
+        samples=shown,
         title=title,
     )
 
 
-def terminal_text(
-    findings: Findings, shown: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, *, colour: bool
-) -> str:
-    """The same for a terminal; without ``colour`` supervised text stands between ⟦ and ⟧."""
+def terminal_text(findings: Findings, shown: Sequence[Shown], *, colour: bool) -> str:
+    """The same for a terminal; without ``colour`` supervised text stands between ⟦ and ⟧.
+
+    Control characters in what the data say are written as escapes.
+    """
     parts = []
-    for sample in shown:
+    for sample, runs in shown:
         facts = f"{len(sample.input_ids)} tokens, {sample.supervised} supervised, {sample.anchors} anchors"
         parts.append(_paint(f"{sample.place}: {facts}, finish {sample.finish}, origin {sample.origin}", BOLD, colour))
         marked = (
-            _paint(text, GREEN if taught else DIM, colour) if colour else f"⟦{text}⟧" if taught else text
-            for text, taught in spans(sample, tokenizer)
+            _paint(f"⟦{text}⟧" if taught and not colour else text, GREEN if taught else DIM, colour)
+            for text, taught in runs
         )
         parts.append("".join(marked) + "\n")
     for name, values in findings.series().items():
@@ -88,25 +101,31 @@ def terminal_text(
         most = max(number for _, _, number in ranges)
         parts.append(_paint(f"{name} of a sample", BOLD, colour))
         parts += [f"{low:>7}–{high:<7} {number:>8} {'█' * -(-BAR * number // most)}" for low, high, number in ranges]
-    parts.append(
-        f"{findings.samples} samples; origin: {_listed(findings.origins)}; finish: {_listed(findings.finishes)}"
-    )
+    origins, finishes = (escaped(_listed(counts)) for counts in (findings.origins, findings.finishes))
+    parts.append(f"{findings.samples} samples; origin: {origins}; finish: {finishes}")
     for problem, places in findings.warnings.items():
         text = f"warning: {findings.counts[problem]} × {problem} ({'; '.join(places)})"
         parts.append(_paint(text, RED, colour))
     return "\n".join(parts)
 
 
-def spans(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
-    """The sample's text in runs of the same mask."""
+def spans(sample: Sample, tokenizer: PreTrainedTokenizerBase, rows: int) -> Iterator[tuple[str, bool]]:
+    """The sample's text in runs of the same mask; an id outside of the ``rows`` of the vocabulary as a number."""
     pairs = zip(sample.input_ids, sample.loss_mask, strict=True)
-    for taught, run in groupby(pairs, key=lambda pair: pair[1]):
-        text = tokenizer.decode([token for token, _ in run])
+    for (taught, is_known), run in groupby(pairs, key=lambda pair: (pair[1], 0 <= pair[0] < rows)):
+        ids = [token for token, _ in run]
+        text = tokenizer.decode(ids) if is_known else "".join(f"<{token}?>" for token in ids)
         assert isinstance(text, str)
         yield text, bool(taught)
 
 
+def escaped(text: str) -> str:
+    """``text`` with its control characters as escapes."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def _paint(text: str, code: str, colour: bool) -> str:
+    text = escaped(text)
     return f"{code}{text}{PLAIN}" if colour else text
 
 

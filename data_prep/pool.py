@@ -1,16 +1,15 @@
-"""A function over chunks on all cores, with the results in the order of the chunks."""
+"""A function over chunks on all cores; who submits them takes the results in the order that suits."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import signal
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import chain, islice
 from types import TracebackType
 from typing import Any
 
@@ -43,6 +42,7 @@ class Workers:
         self._arguments = arguments
         self._own: Work | None = None
         self._pool: ProcessPoolExecutor | None = None
+        self._first: list[Job] = []
 
     def __enter__(self) -> Workers:
         return self
@@ -53,38 +53,77 @@ class Workers:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def map(self, chunks: Iterable[Any]) -> Iterator[Any]:
-        """``function`` of every chunk, in order, a few chunks ahead of what is asked for.
+    @property
+    def ahead(self) -> int:
+        """Chunks to have under way, so that no worker waits."""
+        return WAITING * self._count + 1
+
+    def submit(self, chunk: Any) -> Job:
+        """``function`` of a chunk, under way.
 
         Raises:
             ChildProcessError: a worker was killed.
         """
-        chunks = iter(chunks)
-        first = list(islice(chunks, INLINE)) if self._pool is None and self._count > 1 else []
-        if self._count == 1 or (self._pool is None and len(first) < INLINE):
-            self._own = self._own or self._prepare(*self._arguments)
-            yield from map(self._own, chain(first, chunks))
-            return
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self._count,
-                multiprocessing.get_context("spawn"),  # a fork would copy the locks of other threads
-                initializer=_start,
-                initargs=(os.getpid(), self._prepare, self._arguments),
-            )
-        waiting: deque[Future[Any]] = deque()
-        try:
-            for chunk in chain(first, chunks):
-                waiting.append(self._pool.submit(_run, chunk))
-                if len(waiting) > WAITING * self._count:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool as error:
-            raise ChildProcessError(
-                "a worker process was ended from outside, perhaps for want of memory; give fewer --workers, and the "
-                "same command continues"
-            ) from error
+        job = Job(self, chunk)
+        if self._pool is not None:
+            with _told():
+                job.future = self._pool.submit(_run, chunk)
+        elif self._count > 1:
+            self._first.append(job)
+            if len(self._first) == INLINE:
+                self._start_pool()
+        return job
+
+    def own(self, chunk: Any) -> Any:
+        """``function`` of a chunk, here and now."""
+        self._own = self._own or self._prepare(*self._arguments)
+        return self._own(chunk)
+
+    def _start_pool(self) -> None:
+        self._pool = ProcessPoolExecutor(
+            self._count,
+            multiprocessing.get_context("spawn"),  # a fork would copy the locks of other threads
+            initializer=_start,
+            initargs=(os.getpid(), self._prepare, self._arguments),
+        )
+        for job in self._first:
+            if not job.is_done:
+                job.future = self._pool.submit(_run, job.chunk)
+        self._first = []
+
+
+class Job:
+    """One chunk on its way through a worker."""
+
+    def __init__(self, workers: Workers, chunk: Any) -> None:
+        self.chunk = chunk
+        self.future: Future[Any] | None = None
+        self.is_done = False
+        self._workers = workers
+
+    def result(self) -> Any:
+        """What ``function`` says; to be asked for once.
+
+        Raises:
+            ChildProcessError: a worker was killed.
+        """
+        self.is_done = True
+        chunk, self.chunk = self.chunk, None
+        if self.future is None:
+            return self._workers.own(chunk)
+        with _told():
+            return self.future.result()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool as error:
+        raise ChildProcessError(
+            "a worker process was ended from outside, perhaps for want of memory; give fewer --workers, and the "
+            "same command continues"
+        ) from error
 
 
 _function: Work

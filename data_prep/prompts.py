@@ -9,8 +9,8 @@ Each line of the outputs is one conversation, which ends with a user turn::
 
 Assistant turns are kept only as places: regeneration replaces them with the target's own. A prompt that occurs again,
 up to case and white space of its system and user messages, is dropped. Held out are prompts by a hash of their first
-user turn, so that no prompt is on both sides, now or with other files; a conversation whose later turns could begin a
-held-out one is not trained on. OUTPUT.dropped.jsonl names every dropped row: file, line, reason.
+user turn, so that no conversation begins alike on both sides, now or with other files; one whose later turns could
+begin a held-out one is not trained on. OUTPUT.dropped.jsonl names every dropped row: file, line, reason.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.command import Passage, code_version, parser, perform, positive, run
+from data_prep.command import Passage, open_ledger, parser, perform, positive, run
 from data_prep.conversations import read_conversation, user_turns
 from data_prep.entries import OddEntry
 from data_prep.inputs import open_inputs, rows_of
 from data_prep.ledger import Ledger, read_kept_keys
 from data_prep.pool import Workers
-from data_prep.screening import Bad, Good, Rules, prepare
+from data_prep.rows import Bad, guarded
+from data_prep.screening import Good, Rules, prepare
 from data_prep.seen import SeenKeys
 
 TRAIN, HELDOUT = 0, 1
 """Numbers of the two outputs."""
 
-CODE = [f"data_prep.{name}" for name in ("contamination", "conversations", "near", "screening", "seen")]
+HELDOUT_SHARE = 0.01
 
 
 class Choice:
@@ -94,19 +95,21 @@ class Choice:
                 self._near.add(place, row.signature)
 
 
-def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], Mapping[str, str]]:
+def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], list[list[str]]]:
     """The user turns of evaluation sets with their places, and the sets' identities.
 
     Raises:
         ValueError: a set that cannot be read whole: then nobody could say what is in it.
     """
     if not names:
-        return [], {}
+        return [], []
     inputs = open_inputs(names, limited=False)
     texts: list[tuple[str, str]] = []
     for source, line, entry in rows_of(inputs):
         try:
-            texts += [(f"{source}, line {line}", turn) for turn in user_turns(read_conversation(entry))]
+            with guarded():
+                turns = user_turns(read_conversation(entry))
+            texts += [(f"{source}, line {line}", turn) for turn in turns]
         except OddEntry as odd:
             raise ValueError(f"--decontaminate {source}, line {line}: {odd}") from odd
     return texts, inputs.identities
@@ -118,7 +121,10 @@ def choose(options: argparse.Namespace) -> str:
     Raises:
         ValueError: bad options or inputs, outputs of another job, or not one prompt.
     """
-    if not 0 <= options.heldout_share < 1:
+    if options.heldout is None and (options.heldout_share, options.heldout_limit) != (None, None):
+        raise ValueError("--heldout-share and --heldout-limit: name with --heldout where held-out prompts go")
+    share = HELDOUT_SHARE if options.heldout_share is None else options.heldout_share
+    if not 0 <= share < 1:
         raise ValueError(f"--heldout-share {options.heldout_share}: from 0 to below 1")
     if options.near is not None and not 0 < options.near <= 1:
         raise ValueError(f"--near {options.near}: a similarity above 0 and up to 1")
@@ -129,23 +135,23 @@ def choose(options: argparse.Namespace) -> str:
         min_chars=options.min_chars,
         max_chars=options.max_chars,
         languages=tuple(options.language),
-        heldout_share=options.heldout_share if options.heldout else 0.0,
+        heldout_share=share if options.heldout else 0.0,
         near=options.near,
     )
-    outputs, limits = [options.output], [options.limit]
-    if options.heldout:
-        outputs, limits = [*outputs, options.heldout], [*limits, options.heldout_limit]
-    ledger = Ledger(
-        outputs,
+    further = [options.heldout] if options.heldout else []
+    limits = [options.limit, *([options.heldout_limit] if further else [])]
+    ledger = open_ledger(
         "prompts",
+        options,
+        inputs,
         {
-            "files": inputs.identities,
             **asdict(rules),
             "decontaminate": sets,
-            "limits": limits,
+            "heldout_limit": options.heldout_limit,
             "in_turn": options.in_turn,
-            "code": code_version(*CODE),
         },
+        further=further,
+        reads=options.decontaminate,
     )
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
@@ -160,14 +166,14 @@ def choose(options: argparse.Namespace) -> str:
             raise ValueError(f"not one prompt in {passage.rows_in} rows: {ledger.reasons()}")
         return {"rows_in": passage.rows_in}
 
-    return perform(ledger, options, work, inputs.ignored)
+    return perform(ledger, work, inputs.ignored)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see the module's text."""
     made = parser("prompts", __doc__, workers=True)
     made.add_argument("--heldout", type=Path, metavar="FILE", help="where held-out prompts go (default: none are)")
-    made.add_argument("--heldout-share", type=float, default=0.01, metavar="X", help="of all prompts (default 0.01)")
+    made.add_argument("--heldout-share", type=float, metavar="X", help=f"of all prompts (default {HELDOUT_SHARE})")
     made.add_argument("--heldout-limit", type=positive, metavar="N", help="held-out prompts at most")
     made.add_argument("--in-turn", action="store_true", help="a row of each input in turn, not one after the other")
     made.add_argument("--max-turns", type=positive, metavar="N", help="user turns kept of each (default: all)")

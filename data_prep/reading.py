@@ -7,25 +7,32 @@ cannot be read comes as an odd row in place of an entry, with its line, and does
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import zstandard
 
 from data_prep.entries import Chunk, Entries, Lines, OddEntry, Table, Values, parse
-from data_prep.splitting import Splitter
+from data_prep.files import printable
+from data_prep.splitting import Splitter, Text
 
 BLOCK = 1 << 20
 """Bytes that are read at a time; a chunk holds about as many."""
 
 PACKED_BLOCK = 1 << 16
-"""The same of a compressed file: its content may be many times larger."""
+"""The same of a compressed file."""
+
+ZSTD_BLOCK = 256
+"""Bytes that are unpacked at once: four may stand for 128 KiB, and the library knows no bound of its own."""
+
+TABLE_ROWS = 1024
+"""Rows of a table in a chunk."""
 
 MAX_ENTRY = 64 << 20
 """Bytes of one entry; beyond, a quotation mark or bracket is missing."""
 
-PEEKED_LINES = 20
+PEEKED_LINES = 3
 """Lines by which a file of one entry per line is told from one long JSON value."""
 
 LINE_SUFFIXES, TABLE_SUFFIX = (".jsonl", ".ndjson"), ".parquet"
@@ -50,31 +57,35 @@ def describe(error: Exception) -> str:
 
 def file_chunks(path: Path) -> Iterator[Chunk]:
     """All of a file, chunk by chunk; what cannot be read is in it as odd rows."""
-    source = str(path)
+    source = printable(path)
+    return guarded(source, _table_chunks(path, source) if path.suffix == TABLE_SUFFIX else _text_chunks(path, source))
+
+
+def guarded(source: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The chunks, and an odd row in place of those that an error keeps from being read."""
+    has_any = False
     try:
-        if path.suffix == TABLE_SUFFIX:
-            yield from _table_chunks(path, source)
-        else:
-            yield from _text_chunks(path, source)
-    except (OSError, ImportError) as error:
-        yield odd_file(source, error)
+        for chunk in chunks:
+            yield chunk
+            has_any = True
+    except Exception as error:  # libraries raise what they like, and one file is not to end the job
+        yield _broken_off(source, None, error) if has_any else odd_file(source, error)
 
 
 def _table_chunks(path: Path, source: str) -> Iterator[Chunk]:
-    import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    row = 1
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield Table(source, row, batch)
-                row += len(batch)
-    except pa.ArrowException as error:
-        if row == 1:
-            yield odd_file(source, error)
-        else:
-            yield _broken_off(source, row, error)
+    with parquet.ParquetFile(path) as file:
+        first = 1
+        for group in range(file.num_row_groups):
+            row, first = first, first + file.metadata.row_group(group).num_rows
+            try:
+                for batch in file.iter_batches(batch_size=TABLE_ROWS, row_groups=[group]):
+                    yield Table(source, row, batch)
+                    row += len(batch)
+            except Exception as error:
+                detail = f"rows {row} to {first - 1}: {describe(error)}; fetch the file again"
+                yield Entries(source, [(row, OddEntry("a part of the file cannot be read", detail))])
 
 
 def _text_chunks(path: Path, source: str) -> Iterator[Chunk]:
@@ -111,44 +122,69 @@ class _Blocks:
 
     def _next(self) -> bytes:
         try:
-            return next(self._raw, b"")
-        except (zlib.error, zstandard.ZstdError, EOFError) as error:
+            return next(filter(None, self._raw), b"")
+        except Exception as error:
+            if self._head is None and isinstance(error, OSError):
+                raise  # there is nothing to read at all
             self.error = error
             return b""
 
 
 def _unpacked(path: Path) -> Iterator[bytes]:
-    unpackers: dict[str, Callable[[], Any]] = {
-        ".gz": lambda: zlib.decompressobj(31),
-        ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
-    }
-    new = unpackers.get(path.suffix)
+    """The file's bytes, about ``BLOCK`` of them at a time, however well they were packed."""
     with path.open("rb") as file:
-        if new is None:
+        if path.suffix not in PACKED_SUFFIXES:
             yield from iter(lambda: file.read(BLOCK), b"")
             return
-        unpacker = None
-        for data in iter(lambda: file.read(PACKED_BLOCK), b""):
-            while data.strip(b"\0") or (data and unpacker is not None):  # zeros may follow the last member
-                unpacker = unpacker or new()
-                if part := unpacker.decompress(data):
-                    yield part
+        unpack = _gunzip if path.suffix == ".gz" else _unzstd
+        block = bytearray()
+        try:
+            for part in unpack(file):
+                block += part
+                while len(block) >= BLOCK:
+                    yield bytes(block[:BLOCK])
+                    del block[:BLOCK]
+        except (zlib.error, zstandard.ZstdError, EOFError):
+            yield bytes(block)
+            raise
+        yield bytes(block)
+
+
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
+    unpacker = None
+    for data in iter(lambda: file.read(PACKED_BLOCK), b""):
+        while data.strip(b"\0") or (data and unpacker is not None):  # zeros may follow the last member
+            unpacker = unpacker or zlib.decompressobj(31)
+            yield unpacker.decompress(data, BLOCK)
+            data = unpacker.unconsumed_tail
+            if unpacker.eof:
+                data, unpacker = unpacker.unused_data, None
+    if unpacker is not None:  # the library does not say so by itself
+        raise EOFError("the compressed data end too early")
+
+
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
+    unpacker = None
+    for block in iter(lambda: file.read(PACKED_BLOCK), b""):
+        for at in range(0, len(block), ZSTD_BLOCK):
+            data = block[at : at + ZSTD_BLOCK]
+            while data:
+                unpacker = unpacker or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                yield unpacker.decompress(data)
                 if not unpacker.eof:
                     break
                 data, unpacker = unpacker.unused_data, None
-        if unpacker is not None:  # neither library says so by itself
-            raise EOFError("the compressed data end too early")
+    if unpacker is not None:
+        raise EOFError("the compressed data end too early")
 
 
 def holds_lines(head: bytes, path: Path) -> bool:
     """Whether a file that begins with ``head`` has an entry per line, rather than one array or long values."""
-    lines = [line for line in head.split(b"\n", PEEKED_LINES)[:PEEKED_LINES] if line.strip()]
-    if not lines:
+    if any(suffix in LINE_SUFFIXES for suffix in path.suffixes):
         return True
-    if lines[0].lstrip().startswith(b"["):
-        return len(lines) > 1 and isinstance(parse(lines[0]), list)
-    named_so = any(suffix in LINE_SUFFIXES for suffix in path.suffixes)
-    return named_so or len(lines) == 1 or any(isinstance(parse(line), dict) for line in lines)
+    lines = [line for line in head.split(b"\n", PEEKED_LINES)[:PEEKED_LINES] if line.strip()]
+    first = parse(lines[0]) if lines else None
+    return isinstance(first, dict) or (isinstance(first, list) and len(lines) > 1)
 
 
 def line_chunks(blocks: Iterable[bytes], source: str) -> Iterator[Chunk]:
@@ -180,20 +216,29 @@ def line_chunks(blocks: Iterable[bytes], source: str) -> Iterator[Chunk]:
 
 def value_chunks(blocks: Iterable[bytes], source: str) -> Iterator[Chunk]:
     """Chunks of a file that is a JSON array, or one JSON value after another."""
-    splitter = Splitter()
+    splitter = Splitter(MAX_ENTRY)
     for block in blocks:
-        if texts := splitter.feed(block):
-            yield Values(source, texts)
-        if splitter.pending > MAX_ENTRY:
-            yield Entries(source, [(splitter.line, _too_long())])
-            return
-    if last := splitter.end():
-        yield Values(source, last)
+        yield from _values(source, splitter.feed(block))
+    yield from _values(source, splitter.end())
     if error := getattr(blocks, "error", None):
         yield _broken_off(source, splitter.line, error)
-    elif splitter.is_open and not last:
+    elif splitter.is_open and not splitter.was_cut:
         detail = "the file was cut off between two entries: fetch it again"
         yield Entries(source, [(splitter.line, OddEntry("the array does not end", detail))])
+
+
+def _values(source: str, texts: list[Text]) -> Iterator[Values]:
+    """Chunks of about ``BLOCK`` bytes: behind a long broken entry many others may be found at once."""
+    part: list[Text] = []
+    size = 0
+    for line, text in texts:
+        part.append((line, text))
+        size += len(text) if isinstance(text, bytes) else 0
+        if size >= BLOCK:
+            yield Values(source, part)
+            part, size = [], 0
+    if part:
+        yield Values(source, part)
 
 
 def _too_long() -> OddEntry:
@@ -202,6 +247,7 @@ def _too_long() -> OddEntry:
     )
 
 
-def _broken_off(source: str, line: int, error: Exception) -> Entries:
-    detail = f"{describe(error)}; what comes after this line is missing: fetch the file again"
+def _broken_off(source: str, line: int | None, error: Exception) -> Entries:
+    place = "this line" if line else "the rows before"
+    detail = f"{describe(error)}; what comes after {place} is missing: fetch the file again"
     return Entries(source, [(line, OddEntry("the file breaks off", detail))])

@@ -26,21 +26,17 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from data_prep.answers import MAX_TURNS, Asked, Settings, Turns, answer_all, earlier_answers
 from data_prep.chat import THINKING, check_template
-from data_prep.command import parser, perform, positive, run
+from data_prep.command import open_ledger, parser, perform, positive, run
 from data_prep.conversations import read_messages, user_turns
 from data_prep.entries import OddEntry
 from data_prep.identity import SHORT, tokenizer_identity
 from data_prep.inputs import Inputs, open_inputs, rows_of
 from data_prep.ledger import Ledger
-from data_prep.screening import row_id
+from data_prep.rows import guarded, row_name
 from data_prep.seen import SeenKeys, key_of
 from data_prep.servers import Expected, Servers, served
 from specforge_dspine.fingerprint import model_fingerprint
 from specforge_dspine.stream.server import ManagedServer, ServerFailed, parse_ids
-
-FORMAT = 2
-"""Version of the records and of the rules by which they are made; part of what an output is made from."""
-
 
 CPU_CACHE_TOKENS = 32768
 """KV cache of a CPU server; when it is full, further requests wait."""
@@ -68,7 +64,8 @@ class Rows:
         for number, (source, line, entry) in enumerate(islice(rows_of(self._inputs), self._limit)):
             answered, dropped = earlier_answers(self._ledger, number)
             try:
-                asked = self._read(number, source, line, entry, answered)
+                with guarded():
+                    asked = self._read(number, source, line, entry, answered)
             except OddEntry as odd:
                 self.rows_in += 1
                 if not dropped:
@@ -84,12 +81,12 @@ class Rows:
         messages = read_messages(entry)
         if len(user_turns(messages)) > MAX_TURNS:
             raise OddEntry("too many turns", f"{len(user_turns(messages))} > {MAX_TURNS}")
-        name = entry.get("id")
-        if not isinstance(name, str) or not name:
-            name = row_id(source, key_of("\0".join(part["content"] for part in messages)))
+        name = row_name(source, entry, messages)
         (known,) = self._names.known([key := key_of(name)])
-        if known:
+        if known and name == entry.get("id"):
             raise OddEntry("duplicate id", f"{name}: ids must differ; data_prep.prompts gives rows ids of their own")
+        if known:
+            raise OddEntry("duplicate", "the same conversation came before, and neither has an id")
         self._names.add(key)
         origin = entry.get("source")
         return Asked(number, name, origin if isinstance(origin, str) else source, source, line, messages, answered)
@@ -102,6 +99,8 @@ def regenerate(options: argparse.Namespace) -> str:
         ValueError: bad options, files that belong to another job, or a server that serves something else.
         ConnectionError: no server there.
     """
+    if options.served_as and options.managed:
+        raise ValueError("--served-as is for --server: a server that is started here serves --target under its path")
     if not options.target.is_dir():
         raise ValueError(f"--target {options.target}: no such directory (download the target first)")
     config = AutoConfig.from_pretrained(options.target).get_text_config()
@@ -120,7 +119,7 @@ def regenerate(options: argparse.Namespace) -> str:
         seed=options.seed,
     )
     inputs = open_inputs(options.input, limited=options.limit is not None)
-    depends = {"files": inputs.identities, "limit": options.limit, **job_inputs(options.target, tokenizer, settings)}
+    depends = job_inputs(options.target, tokenizer, settings)
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
         rows = Rows(inputs, ledger, options.limit)
@@ -144,13 +143,12 @@ def regenerate(options: argparse.Namespace) -> str:
             raise ValueError(f"not one answer to {rows.rows_in} turns: {ledger.reasons()}")
         return {"rows_in": rows.rows_in, **facts}
 
-    return perform(Ledger([options.output], "regenerate", depends), options, work, inputs.ignored)
+    return perform(open_ledger("regenerate", options, inputs, depends), work, inputs.ignored)
 
 
 def job_inputs(target: Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> dict[str, Any]:
     """Everything beside the prompts that the answers depend on, as JSON values."""
     return {
-        "format": FORMAT,
         "target": model_fingerprint(target),
         **tokenizer_identity(target, tokenizer),
         **asdict(settings),

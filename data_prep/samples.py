@@ -18,7 +18,7 @@ from data_prep.conversations import read_conversation
 from data_prep.entries import Chunk, OddEntry
 from data_prep.files import to_line
 from data_prep.identity import end_ids
-from data_prep.screening import Bad, row_id
+from data_prep.rows import Bad, guarded, row_id, row_name, work_through
 from data_prep.seen import key_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 MIN_SUPERVISED = 2
 """An anchor and the token behind it."""
+
+FINISHES = ("stop", "length", None)
+"""How an answer ended: by itself, at a limit, unknown."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Options:
     Attributes:
         target: directory of the target, whose fingerprint begins with ``fingerprint``.
         max_length: S at most; an answer that does not fit is cut and marked, and loses its end.
+        rows: V, of the target's vocabulary.
         mask_token_id: must not occur.
         foreign: whether answers from elsewhere are taken.
     """
@@ -42,6 +46,7 @@ class Options:
     target: Path
     fingerprint: str
     max_length: int
+    rows: int
     mask_token_id: int
     thinking: bool | None = None
     foreign: bool = False
@@ -61,19 +66,15 @@ def prepare(options: Options) -> Callable[[Chunk], tuple[str, list[Made | Bad]]]
 
     maker = SampleMaker(options, AutoTokenizer.from_pretrained(options.target))
 
+    def made(source: str, line: int | None, entry: Any) -> Iterator[Made | Bad]:
+        for sample in maker.samples(source, entry):
+            if isinstance(sample, OddEntry):
+                yield Bad(line, sample.reason, sample.detail)
+            else:
+                yield Made(to_line(sample), "cut" in sample)
+
     def make(chunk: Chunk) -> tuple[str, list[Made | Bad]]:
-        results: list[Made | Bad] = []
-        for line, entry in chunk.rows():
-            try:
-                for sample in maker.samples(chunk.source, entry):
-                    results.append(
-                        Bad(line, sample.reason, sample.detail)
-                        if isinstance(sample, OddEntry)
-                        else Made(to_line(sample), "cut" in sample)
-                    )
-            except OddEntry as odd:
-                results.append(Bad(line, odd.reason, odd.detail))
-        return chunk.source, results
+        return work_through(chunk, lambda line, entry: made(chunk.source, line, entry))
 
     return make
 
@@ -94,7 +95,7 @@ class SampleMaker:
             OddEntry: there is no answer in it.
         """
         if isinstance(entry, dict) and {"prompt_ids", "output_ids"} <= entry.keys():
-            yield self._of_record(entry)
+            yield self._of_record(source, entry)
             return
         messages = read_conversation(entry)
         if not self._options.foreign:
@@ -102,34 +103,35 @@ class SampleMaker:
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise OddEntry("no answer", "the conversation has only its prompt")
-        name = entry.get("id")
-        if not isinstance(name, str) or not name:
-            name = row_id(source, key_of("\0".join(message["content"] for message in messages)))
+        name = row_name(source, entry, messages)
         cut_last = str(entry.get("finish_reason", entry.get("finish"))) == "length"
         for turn, at in enumerate(answers):
             was_cut = cut_last and at == len(messages) - 1
-            try:
-                yield self._of_rendered(f"{name}.{turn}", source, messages[: at + 1], was_cut=was_cut)
+            sample: dict[str, Any] | OddEntry
+            try:  # one answer that cannot be used does not cost those behind it
+                with guarded():
+                    sample = self._of_rendered(f"{name}.{turn}", source, messages[: at + 1], was_cut=was_cut)
             except OddEntry as odd:
-                yield odd
+                sample = odd
+            yield sample
 
-    def _of_record(self, record: dict[str, Any]) -> dict[str, Any] | OddEntry:
+    def _of_record(self, source: str, record: dict[str, Any]) -> dict[str, Any]:
         lists = [record["prompt_ids"], record["output_ids"]]
         if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists):
-            return OddEntry("ids are not lists of integers", "prompt_ids, output_ids")
-        target = str(record.get("target"))
+            raise OddEntry("ids are not lists of integers", "prompt_ids, output_ids")
+        target, finish = record.get("target"), record.get("finish")
         if target != self._options.fingerprint:
-            return OddEntry("an answer of another target", f"{target}, not {self._options.fingerprint}")
-        try:
-            return self._sample(
-                str(record.get("id")),
-                str(record.get("source")),
-                *lists,
-                origin=target,
-                finish=str(record.get("finish")),
-            )
-        except OddEntry as odd:
-            return odd
+            raise OddEntry("an answer of another target", f"{target!r}, not {self._options.fingerprint!r}")
+        if finish not in FINISHES:
+            raise OddEntry("unknown finish", f"{finish!r}: stop or length, or none if nobody knows")
+        name, origin = record.get("id"), record.get("source")
+        return self._sample(
+            name if isinstance(name, str) and name else row_id(source, key_of(str(lists))),
+            origin if isinstance(origin, str) else source,
+            *lists,
+            origin=target,
+            finish=finish,
+        )
 
     def _of_rendered(self, name: str, source: str, messages: list[Message], *, was_cut: bool) -> dict[str, Any]:
         rendered = render_answer(
@@ -145,8 +147,11 @@ class SampleMaker:
         return self._sample(name, source, prompt, output, origin="elsewhere", finish=finish)
 
     def _sample(
-        self, name: str, source: str, prompt: list[int], output: list[int], *, origin: str, finish: str
+        self, name: str, source: str, prompt: list[int], output: list[int], *, origin: str, finish: str | None
     ) -> dict[str, Any]:
+        outside = [token for token in (*prompt, *output) if not 0 <= token < self._options.rows]
+        if outside:
+            raise OddEntry("ids outside of the vocabulary", f"{outside[0]}, of {self._options.rows} rows")
         if self._options.mask_token_id in prompt or self._options.mask_token_id in output:
             raise OddEntry("holds the mask token", f"id {self._options.mask_token_id}; it must not occur in text")
         room = self._options.max_length - len(prompt)

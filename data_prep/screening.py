@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import PurePath
+from functools import cache
 from typing import Any
 
 from data_prep.contamination import Contamination
 from data_prep.conversations import read_messages
 from data_prep.entries import Chunk, OddEntry
 from data_prep.files import to_line
+from data_prep.rows import Bad, content_key, row_id, work_through
 from data_prep.seen import key_of, normalised
 
 SURE = 0.5
@@ -51,27 +50,12 @@ class Good:
     signature: bytes | None
 
 
-@dataclass(frozen=True)
-class Bad:
-    """A row to be dropped."""
-
-    line: int | None
-    reason: str
-    detail: str
-
-
 def prepare(rules: Rules, evaluation: Sequence[tuple[str, str]]) -> Callable[[Chunk], tuple[str, list[Good | Bad]]]:
     """The function for workers: a chunk's source and what is said of its rows."""
     contamination = Contamination(evaluation)
 
     def screen(chunk: Chunk) -> tuple[str, list[Good | Bad]]:
-        results: list[Good | Bad] = []
-        for line, entry in chunk.rows():
-            try:
-                results.append(_screen(chunk.source, line, entry, rules, contamination))
-            except OddEntry as odd:
-                results.append(Bad(line, odd.reason, odd.detail))
-        return chunk.source, results
+        return work_through(chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)])
 
     return screen
 
@@ -83,20 +67,21 @@ def in_heldout_share(turn: str, share: float) -> bool:
 
 def _screen(source: str, line: int | None, entry: Any, rules: Rules, contamination: Contamination) -> Good:
     messages = read_messages(entry, rules.max_turns)
-    asked = [message["content"] for message in messages if message["role"] != "assistant"]
-    length = sum(map(len, asked))
+    asked = [message for message in messages if message["role"] != "assistant"]
+    said = [message["content"] for message in asked]
+    length = sum(map(len, said))
     if length < rules.min_chars or (rules.max_chars is not None and length > rules.max_chars):
         raise OddEntry("length", f"{length} characters")
-    compared = [normalised(text) for text in asked]
+    compared = [normalised(text) for text in said]
     first = 1 if messages[0]["role"] == "system" else 0
     heldout = in_heldout_share(compared[first], rules.heldout_share)
     if not heldout and any(in_heldout_share(turn, rules.heldout_share) for turn in compared[first + 1 :]):
         raise OddEntry("a later turn is a held-out prompt", "it may be the first turn of a held-out row")
     if rules.languages:
-        _check_language("\n".join(asked[first:]), rules.languages)
-    if contamination and (place := contamination.find(asked[first:])) is not None:
+        _check_language("\n".join(said[first:]), rules.languages)
+    if contamination and (place := contamination.find(said[first:])) is not None:
         raise OddEntry("in an evaluation set", place)
-    key = key_of("\0".join(compared))
+    key = content_key(message | {"content": text} for message, text in zip(asked, compared, strict=True))
     signature = None
     if rules.near is not None:
         from data_prep.near import signature as sign
@@ -104,16 +89,6 @@ def _screen(source: str, line: int | None, entry: Any, rules: Rules, contaminati
         signature = sign(" ".join(compared))
     row = {"id": row_id(source, key), "source": source, "line": line, "messages": messages}
     return Good(line, heldout, key, to_line(row), signature)
-
-
-def row_id(source: str, key: int) -> str:
-    """A row's id: where it is from, and its content."""
-    return f"{_label(source)}-{key:016x}"
-
-
-@lru_cache(maxsize=64)
-def _label(source: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", PurePath(source).name).strip("-")[:60]
 
 
 def _check_language(text: str, wanted: Sequence[str]) -> None:

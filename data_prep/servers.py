@@ -24,6 +24,9 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 ATTEMPTS = 5
 """So often a request is sent to servers that work; then the failure is its own."""
 
+HOPELESS = 8
+"""So many requests in a row that all attempts failed on are no longer the requests' fault."""
+
 FACTS_TIMEOUT_S = 60.0
 
 
@@ -103,7 +106,7 @@ class Servers:
     Args:
         urls: where they are; ``expected`` is what they were found to be.
         timeout_s: seconds after which a request counts as lost.
-        patience_s: seconds without one working server after which nobody waits any longer.
+        patience_s: seconds after the failure of the last working server after which nobody waits any longer.
     """
 
     urls: Sequence[str]
@@ -113,7 +116,8 @@ class Servers:
     _servers: list[_Server] = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _own: threading.local = field(default_factory=threading.local, init=False)
-    _worked: float = field(default_factory=time.monotonic, init=False)
+    _lost_since: float | None = field(default=None, init=False)  # when the last one that worked failed
+    _given_up: int = field(default=0, init=False)  # requests in a row
 
     def __post_init__(self) -> None:
         self._servers = [_Server(url) for url in self.urls]
@@ -125,7 +129,7 @@ class Servers:
             RequestRefused: a server refused the prompt.
             RequestFailed: servers that work failed on it.
             WrongServer: another target is behind a URL now.
-            ConnectionError: no server has worked for ``patience_s``.
+            ConnectionError: no server has worked for ``patience_s``, or for :data:`HOPELESS` requests.
         """
         problem: Exception | None = None
         for _ in range(ATTEMPTS):
@@ -136,11 +140,19 @@ class Servers:
                 problem = error
                 self._failed(server, error)
             else:
-                self._succeeded(server)
+                with self._lock:
+                    self._lost_since, self._given_up = None, 0
                 return answer
             finally:
                 with self._lock:
                     server.busy -= 1
+        with self._lock:
+            self._given_up += 1
+            if self._given_up >= HOPELESS:
+                raise ConnectionError(
+                    f"the servers say that they run, but failed on {HOPELESS} requests in a row, {ATTEMPTS} times on "
+                    f"each ({problem}); look at their logs, and the same command continues"
+                )
         raise RequestFailed(f"{ATTEMPTS} attempts, the last: {problem}")
 
     def _take(self) -> _Server:
@@ -155,7 +167,7 @@ class Servers:
                     if not server.failures:
                         return server
                     server.rests_until = now + LONGEST_REST_S  # one thread looks, the others wait
-                elif now - self._worked > self.patience_s:
+                elif self._lost_since is not None and now - self._lost_since > self.patience_s:
                     problems = "; ".join(server.problem for server in self._servers)
                     raise ConnectionError(
                         f"no server has answered for {self.patience_s:.0f} s ({problems}). Start one again; the same "
@@ -175,6 +187,7 @@ class Servers:
             return False
         with self._lock:
             server.failures, server.rests_until = 0, 0.0
+            self._lost_since = None
         return True
 
     def _failed(self, server: _Server, error: Exception) -> None:
@@ -182,13 +195,11 @@ class Servers:
             if server.failures == 0:
                 tqdm.write(f"{server.url} failed and rests: {error}")
             server.failures += 1
+            if self._lost_since is None and all(each.failures for each in self._servers):
+                self._lost_since = time.monotonic()
             rest = min(FIRST_REST_S * 2 ** (server.failures - 1), LONGEST_REST_S)
             server.rests_until = time.monotonic() + rest
             server.problem = str(error)
-
-    def _succeeded(self, server: _Server) -> None:
-        with self._lock:
-            self._worked = time.monotonic()
 
     def _client(self, url: str) -> SGLangClient:
         """A connection of this thread's own."""

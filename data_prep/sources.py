@@ -78,7 +78,11 @@ class Problems:
         tasks = [reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=self.seed) for name in GYM_TASKS]
         for number in range(self.start, min(self.start + GYM_PART, GYM_SIZE)):
             for k, task in enumerate(tasks):
-                yield number * len(tasks) + k + 1, {"prompt": task[number]["question"]}
+                try:
+                    entry: Any = {"prompt": task[number]["question"]}
+                except Exception as error:  # of the package's own kinds
+                    entry = OddEntry("the row cannot be read", f"{GYM_TASKS[k]}, problem {number}: {error}")
+                yield number * len(tasks) + k + 1, entry
 
 
 def _gym(seed: str) -> Iterator[Chunk]:

@@ -23,7 +23,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from data_prep.chat import THINKING, check_template
-from data_prep.command import Passage, code_version, parser, perform, run
+from data_prep.command import Passage, open_ledger, parser, perform, run
 from data_prep.identity import SHORT, tokenizer_identity
 from data_prep.inputs import open_inputs
 from data_prep.ledger import Ledger
@@ -32,8 +32,6 @@ from data_prep.samples import MIN_SUPERVISED, Made, Options, prepare
 from specforge_dspine.fingerprint import model_fingerprint
 from specforge_dspine.version import VERSION
 from specforge_dspine.vocabulary import resolve_mask_token
-
-CODE = [f"data_prep.{name}" for name in ("boundaries", "chat", "conversations", "samples")]
 
 
 def tokenize(options: argparse.Namespace) -> str:
@@ -46,14 +44,21 @@ def tokenize(options: argparse.Namespace) -> str:
         raise ValueError(f"--target {options.target}: no such directory (download the target first)")
     config = AutoConfig.from_pretrained(options.target).get_text_config()
     tokenizer = AutoTokenizer.from_pretrained(options.target)
-    thinking = THINKING[options.thinking]
+    if options.thinking is not None and not options.foreign_answers:
+        raise ValueError("--thinking is for --foreign-answers: the target's own were sent as they are")
+    thinking = THINKING[options.thinking or "none"]
     if options.foreign_answers:
         check_template(tokenizer, thinking)
+    try:
+        mask_token_id = resolve_mask_token(tokenizer, config.vocab_size, options.mask_token_id)
+    except ValueError as error:
+        raise ValueError(f"{error} Here it is the option --mask-token-id") from error
     made = Options(
         target=options.target,
         fingerprint=model_fingerprint(options.target)[:SHORT],
         max_length=options.max_length or config.max_position_embeddings,
-        mask_token_id=resolve_mask_token(tokenizer, config.vocab_size, options.mask_token_id),
+        rows=config.vocab_size,
+        mask_token_id=mask_token_id,
         thinking=thinking,
         foreign=options.foreign_answers,
     )
@@ -61,12 +66,9 @@ def tokenize(options: argparse.Namespace) -> str:
         raise ValueError(f"--max-length {made.max_length}: leaves no room for a prompt and an answer")
     inputs = open_inputs(options.input, limited=options.limit is not None)
     depends = {
-        "files": inputs.identities,
-        "limit": options.limit,
         **{name: value for name, value in asdict(made).items() if name != "target"},
         **tokenizer_identity(options.target, tokenizer),
         "version": VERSION,
-        "code": code_version(*CODE),
     }
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
@@ -90,7 +92,7 @@ def tokenize(options: argparse.Namespace) -> str:
             raise ValueError(f"not one sample in {passage.rows_in} rows: {ledger.reasons()}")
         return {"rows_in": passage.rows_in, "cut_by_max_length": cut}
 
-    return perform(Ledger([options.output], "tokenize", depends), options, work, inputs.ignored)
+    return perform(open_ledger("tokenize", options, inputs, depends), work, inputs.ignored)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--max-length", type=int, metavar="N", help="of a sample (default: the target's context)")
     made.add_argument("--mask-token-id", type=int, metavar="ID", help="a reserved id (default: as training finds it)")
     made.add_argument("--foreign-answers", action="store_true", help="take chats whose answers come from elsewhere")
-    made.add_argument("--thinking", choices=sorted(THINKING), default="none", help="the template's switch, for these")
+    made.add_argument("--thinking", choices=sorted(THINKING), help="the template's switch, for these (default none)")
     run(made, tokenize, arguments)
 
 

@@ -35,12 +35,13 @@ import torch
 from specforge_dspine.bench import processor
 from specforge_dspine.checkpoints import checkpoint_folders, newest_complete
 from specforge_dspine.contract import data_identity
-from specforge_dspine.evaluate import RESULT, open_sets
+from specforge_dspine.evaluate import open_sets
 from specforge_dspine.fingerprint import model_fingerprint
 from specforge_dspine.formats import CONFIG
 from specforge_dspine.metrics import METRICS_FILE
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
 from specforge_dspine.reference import read_json
+from specforge_dspine.results import RESULT
 from specforge_dspine.rundir import write_json
 from specforge_dspine.sets import SYNTAX
 from specforge_dspine.signals import Interrupted, unwinding_signals

@@ -35,7 +35,7 @@ def curves(report: dict[str, Any], axes: list[Axes]) -> None:
 def positions(report: dict[str, Any], axes: list[Axes]) -> None:
     """Share of rounds that accepted up to a position, all sets together."""
     for variant, entry in report["variants"].items():
-        shares = np.array(entry["acceptance_by_position"])
+        shares = np.array(entry["acceptance_by_position"], dtype=float)  # None: no round got there
         banded(axes[0], list(range(1, shares.shape[1] + 1)), np.maximum(shares, 1e-4), variant)
     axes[0].set(title="share of rounds accepted up to position", xlabel="position in the block", yscale="log")
 

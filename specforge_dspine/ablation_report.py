@@ -34,9 +34,9 @@ from specforge_dspine.ablation_statistics import (
     verdict,
 )
 from specforge_dspine.acceptance import acceptance_by_position
-from specforge_dspine.evaluate import ROUNDS, traces_of
 from specforge_dspine.metrics import METRICS_FILE
 from specforge_dspine.reference import read_json
+from specforge_dspine.results import ROUNDS, traces_of
 from specforge_dspine.rounds import Trace
 from specforge_dspine.rundir import write_json
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,12 +24,15 @@ from data_prep.chat import Message, answer_text, prompt_ids, unfinished_reasonin
 from data_prep.files import to_line
 from data_prep.ledger import Ledger
 from specforge_dspine.drafting import Anticipated, BlockDrafter
+from specforge_dspine.recorded import answer_span, check_greedy
 from specforge_dspine.rounds import Drafter, Target, Trace, decode
 from specforge_dspine.sampling import Sampling
 from specforge_dspine.sets import EvaluationSet, Prompt
 from specforge_dspine.stream.client import SGLangClient
 from specforge_dspine.stream.record import TargetIdentity, read_record
 from specforge_dspine.verifiers import CapturedAnswer, ModelTarget, ServedTarget
+
+PROBE_TOKENS = 8  # a server's proof needs a few
 
 Record = dict[str, Any]
 """What is kept of one answer, as JSON."""
@@ -103,7 +106,7 @@ class Verifying:
             self._live = ModelTarget(model.to(self.device), self.identity.layers)
         elif self._live is None:
             client = self._stack.enter_context(SGLangClient(str(self.server)))
-            client.prove(self.identity, self.head, probe)
+            client.prove(self.identity, self.head, (probe * PROBE_TOKENS)[: max(PROBE_TOKENS, len(probe))])
             self._live = ServedTarget(client, self.identity, self.head)
         return self._live
 
@@ -122,7 +125,7 @@ class Answering:
         settings: Settings,
         ledger: Ledger,
         *,
-        stop: set[int],
+        stop: Collection[int],
         room: int,
     ) -> None:
         self.drafter, self.target, self.tokenizer = drafter, target, tokenizer
@@ -136,6 +139,7 @@ class Answering:
             LiveMismatch: a captured answer's replay differs from real decoding.
             StreamProofError, ConnectionError: as ``Verifying.live``.
             RecordError: a captured record, or a server's, is damaged.
+            ValueError: a captured answer is not the target's greedy one.
         """
         jobs = list(self._jobs(sets))
         tokens = rounds = 0
@@ -173,24 +177,38 @@ class Answering:
     def _captured(self, temperature: float, prompt: Prompt, live: bool) -> Record:
         """The rounds over a record's prompt: replayed where they are greedy."""
         assert prompt.record is not None
-        record = read_record(prompt.record)
-        ids, start = record["input_ids"].to(self.target.device), int(record["loss_mask"].argmax())
-        question = ids[:start].tolist()
+        record = {name: tensor.to(self.target.device) for name, tensor in read_record(prompt.record).items()}
+        start, end = answer_span(record["loss_mask"], str(prompt.record))
+        ids, question = record["input_ids"][:end], record["input_ids"][:start].tolist()
         if temperature:
-            return {
-                "trace": self._decode(self.target.live(question), temperature, prompt.name, question, 0).to_json()
-            }
-        taps = record["hidden_states"][0].to(self.target.device)
-        length = min(len(ids) - start, self.settings.max_new_tokens)
+            if too_long := self._too_long(question):
+                return {"skipped": too_long}
+            found = self._decode(self.target.live(question), temperature, prompt.name, question, 0)
+            return {"trace": found.to_json()}
+        check_greedy(
+            record["target_last_hidden_states"][0, start - 1 : end - 1],
+            self.target.head,
+            ids[start:],
+            str(prompt.record),
+        )
+        length = min(end - start, self.settings.max_new_tokens)
+        ids, taps = ids[: start + length], record["hidden_states"][0, : start + length]
         known = CapturedAnswer(ids, taps, len(self.target.head))
-        end = start + length
-        drafter = Anticipated(self.drafter, ids[:end], taps[:end], start)
-        trace = self._decode(known, 0.0, prompt.name, question, 0, length, drafter)
+        trace = self._decode(
+            known, 0.0, prompt.name, question, 0, length, Anticipated(self.drafter, ids, taps, start)
+        )
         if live:
             real = self._decode(self.target.live(question), 0.0, prompt.name, question, 0, length)
             if real != trace:
                 raise LiveMismatch(f"{prompt.name}: decoding gave {real}, the captured answer gives {trace}")
         return {"trace": trace.to_json(), "live": live}
+
+    def _too_long(self, question: list[int]) -> str | None:
+        """Why there is no room for an answer, if there is none."""
+        needed = len(question) + self.settings.max_new_tokens + self.drafter.proposals
+        if needed <= self.room:
+            return None
+        return f"prompt and answer may take {needed} tokens, the target has room for {self.room}"
 
     def _asked(self, temperature: float, each: EvaluationSet, prompt: Prompt, turn: int) -> Record:
         """The rounds over the answer to a turn of a conversation, or why there are none."""
@@ -202,16 +220,16 @@ class Answering:
             record = self.records[record_key(key)]
             if "skipped" in record:
                 return {"skipped": "an earlier turn was skipped"}
-            said = answer_text(self.tokenizer, Trace.from_json(record["trace"]).answer)
-            if unfinished_reasoning(said):
-                return {"skipped": "an earlier answer was cut off while thinking"}
+            answer = Trace.from_json(record["trace"]).answer
             history.append({"role": "user", "content": prompt.turns[earlier]})
-            history.append({"role": "assistant", "content": said})
+            asked = prompt_ids(self.tokenizer, history, enable_thinking=self.settings.thinking)
+            if unfinished_reasoning(self.tokenizer, asked, answer):
+                return {"skipped": "an earlier answer was cut off while thinking"}
+            history.append({"role": "assistant", "content": answer_text(self.tokenizer, answer)})
         history.append({"role": "user", "content": prompt.turns[turn]})
         question = prompt_ids(self.tokenizer, history, enable_thinking=self.settings.thinking)
-        needed = len(question) + self.settings.max_new_tokens + self.drafter.proposals
-        if needed > self.room:
-            return {"skipped": f"prompt and answer may take {needed} tokens, the target has room for {self.room}"}
+        if too_long := self._too_long(question):
+            return {"skipped": too_long}
         trace = self._decode(self.target.live(question), temperature, prompt.name, question, turn)
         return {"trace": trace.to_json()}
 

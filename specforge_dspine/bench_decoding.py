@@ -1,8 +1,8 @@
-"""A round of decoding taken apart: backbone, candidates, transition cache, walk, verification.
+"""A round of decoding taken apart: backbone, candidates, transition cache, walk, the target's forward, its verdict.
 
-The draft works on a context of one whole sequence, of which the last few tokens are new, as after a round before. The
-target's forward, which takes most of a real round, is no part of it: ``verify`` is the rule alone, on given logits.
-Refinement step by step, the cache's slow twin, runs on the same states.
+Draft and target work on a context of one whole sequence, of which the last few tokens are new to the draft, as after
+a round before. The target has random weights of its own, for its time does not depend on them. Refinement step by
+step, the cache's slow twin, runs on the same states.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-from specforge_dspine.bench_steps import SEED, Bench
+from specforge_dspine.bench_steps import SEED, Bench, Sizes
 from specforge_dspine.decoding import Drawing, candidates, never_emitted, stepwise, transition_cache, walk
 from specforge_dspine.drafting import BlockDrafter
 from specforge_dspine.sampling import Sampling
 from specforge_dspine.verification import verify
+from specforge_dspine.verifiers import ModelTarget
 
 NEW = 4  # context tokens that the round before accepted
 SAMPLING = Sampling(temperature=1.0)
-PIECES = ("backbone", "candidates", "cache", "walk", "verify")
+DRAFTING = ("backbone", "candidates", "cache", "walk")
+PIECES = (*DRAFTING, "target", "verify")
 
 
 @dataclass
@@ -33,6 +36,7 @@ class RoundPieces:
     candidates: float = 0.0
     cache: float = 0.0
     walk: float = 0.0
+    target: float = 0.0
     verify: float = 0.0
     stepwise: float = 0.0
 
@@ -40,6 +44,27 @@ class RoundPieces:
     def whole(self) -> float:
         """Seconds of the round."""
         return sum(getattr(self, name) for name in PIECES)
+
+    @property
+    def drafting(self) -> float:
+        """Seconds of what the draft does in it."""
+        return sum(getattr(self, name) for name in DRAFTING)
+
+
+def random_target(sizes: Sizes, device: torch.device) -> ModelTarget:
+    """A target of these sizes."""
+    config = Qwen3Config(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        num_hidden_layers=sizes.target_layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate,
+        max_position_embeddings=2 * sizes.sequence,
+    )
+    with torch.device(device):
+        return ModelTarget(AutoModelForCausalLM.from_config(config, dtype=sizes.dtype), range(sizes.taps))
 
 
 class DecodingBench:
@@ -52,10 +77,10 @@ class DecodingBench:
         self.generator = torch.Generator(bench.device).manual_seed(SEED)
         self.taps = bench.batch.tensors["hidden_states"][0]
         self.anchor = torch.ones((), dtype=torch.long, device=bench.device)
-        shape = (bench.sizes.block, bench.sizes.vocab)
-        self.logits = torch.randn(shape, generator=self.generator, device=bench.device).to(bench.sizes.dtype)
         self.kept = len(self.taps) - NEW
         self.drafter.block(self.anchor, self.taps[: self.kept])
+        self.target = random_target(bench.sizes, bench.device)
+        self.target.start(bench.batch.tensors["input_ids"][0].to(bench.device))
 
     @torch.inference_mode()
     def round_in_pieces(self) -> RoundPieces:
@@ -79,7 +104,10 @@ class DecodingBench:
         ids = timed("candidates", best)
         scores = timed("cache", lambda: transition_cache(draft, head, pre_injection, ids, self.anchor))
         proposal = timed("walk", lambda: walk(scores, ids, SAMPLING, self.generator))
-        timed("verify", lambda: verify(self.logits, proposal, SAMPLING, self.generator))
+        read = torch.cat([self.anchor[None], proposal.tokens])
+        seen = timed("target", lambda: self.target.extend(read))
+        self.target.keep(0)
+        timed("verify", lambda: verify(seen.logits, proposal, SAMPLING, self.generator))
         wide = pre_injection.to(torch.promote_types(pre_injection.dtype, torch.float32))
         pick = Drawing(SAMPLING, self.generator)
         timed("stepwise", lambda: stepwise(draft, head, wide, ids, self.anchor, pick))

@@ -273,13 +273,14 @@ def decoding_section(plan: Plan) -> Section:
     finally:
         bench.model.draft_model.train(training)
     whole = statistics.median(each.whole for each in taken)
-    note = f"sampled, without the target's forward; context {bench.sizes.sequence}, {NEW} tokens of it new"
+    note = f"sampled, the target's forward included; context {bench.sizes.sequence}, {NEW} tokens of it new"
     section.add("round", whole, "s", note)
     for name in PIECES:
         seconds = statistics.median(getattr(each, name) for each in taken)
         section.add(name, seconds, "s", f"{seconds / whole:.0%} of the round")
     compared = {
         "step by step ÷ cache and walk": [each.stepwise / (each.cache + each.walk) for each in taken],
+        "drafting ÷ target and verify": [each.drafting / (each.target + each.verify) for each in taken],
         "refinement (cache and walk) ÷ backbone": [(each.cache + each.walk) / each.backbone for each in taken],
     }
     for name, values in compared.items():

@@ -42,6 +42,7 @@ class Sizes:
     block: int  # B
     layers: int  # L
     taps: int  # T
+    target_layers: int
     hidden: int  # H
     intermediate: int
     heads: int
@@ -63,16 +64,17 @@ class Sizes:
 # fmt: off
 SIZES = {
     # SmolLM2-135M's shape, as recipes/smollm2_cpu.yaml trains it.
-    "small": Sizes(sequence=256, anchors=48, block=8, layers=2, taps=5, hidden=576, intermediate=1536, heads=9,
-                   kv_heads=3, head_dim=64, vocab=49152, rank=256, message=128, top_k=16, chunk_blocks=0,
-                   dtype=torch.float32),
+    "small": Sizes(sequence=256, anchors=48, block=8, layers=2, taps=5, target_layers=30, hidden=576,
+                   intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, rank=256, message=128, top_k=16,
+                   chunk_blocks=0, dtype=torch.float32),
     # As recipes/qwen3_8b.yaml.
-    "qwen3_8b": Sizes(sequence=3072, anchors=512, block=16, layers=5, taps=5, hidden=4096, intermediate=12288,
-                      heads=32, kv_heads=8, head_dim=128, vocab=151936, rank=1024, message=512, top_k=16,
-                      chunk_blocks=128, dtype=torch.bfloat16),
+    "qwen3_8b": Sizes(sequence=3072, anchors=512, block=16, layers=5, taps=5, target_layers=36, hidden=4096,
+                      intermediate=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, rank=1024, message=512,
+                      top_k=16, chunk_blocks=128, dtype=torch.bfloat16),
     # For dry runs: no two sizes are equal, so that a tensor's shape says what it is.
-    "toy": Sizes(sequence=200, anchors=64, block=5, layers=2, taps=3, hidden=48, intermediate=80, heads=4, kv_heads=2,
-                 head_dim=16, vocab=3000, rank=24, message=12, top_k=6, chunk_blocks=16, dtype=torch.float32),
+    "toy": Sizes(sequence=200, anchors=64, block=5, layers=2, taps=3, target_layers=7, hidden=48, intermediate=80,
+                 heads=4, kv_heads=2, head_dim=16, vocab=3000, rank=24, message=12, top_k=6, chunk_blocks=16,
+                 dtype=torch.float32),
 }
 # fmt: on
 
@@ -91,7 +93,7 @@ def draft_config(sizes: Sizes, attention: str) -> Qwen3Config:
         theta=1e6,
         block_size=sizes.block,
         target_layer_ids=range(sizes.taps),
-        num_target_layers=sizes.taps + 1,
+        num_target_layers=sizes.target_layers,
         mask_token_id=sizes.vocab - 1,
         settings=DSpineSettings(
             transfer_rank=sizes.rank,

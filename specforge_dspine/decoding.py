@@ -46,12 +46,15 @@ def never_emitted(settings: DSpineSettings, mask_token_id: int, vocab: int, devi
 def candidates(head: Tensor, hidden: Tensor, excluded: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Top K of the backbone: ``hidden`` norm(h_L) [.., M, H] → ids [.., M, K] and logits [.., M, K], float32 up.
 
-    ``head`` E [V, H], ``excluded`` [V] (bool).
+    ``head`` E [V, H], ``excluded`` [V] (bool). Best first, of equal ones the lower id; which of several equal ones is
+    the last candidate is the device's choice.
     """
     logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), head)  # one matrix product, not one per block
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(excluded, -torch.inf)
     values, ids = (best.reshape(*hidden.shape[:-1], k) for best in logits.topk(k, dim=-1))
-    return ids, values
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, order), values
 
 
 def transition_cache(

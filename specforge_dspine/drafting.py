@@ -85,7 +85,7 @@ class Anticipated:
 
     def __init__(self, drafter: BlockDrafter, ids: Tensor, taps: Tensor, start: int) -> None:
         anchors = torch.arange(start, len(ids) - 1, device=ids.device)
-        parts = [anticipate(drafter, ids, taps, part) for part in anchors.split(AT_ONCE)]
+        parts = [anticipate(drafter, ids, taps, part) for part in anchors.split(AT_ONCE) if len(part)]
         self.start, self.position = start, 0
         self.proposals = [Proposal(*row, None) for part in parts for row in zip(part.tokens, part.ids, strict=True)]
 

@@ -3,9 +3,9 @@
     python -m specforge_dspine.report --evaluations refined=DIR unrefined=DIR .. --out DIR [--run DIR]
 
 Each folder is what ``specforge_dspine.evaluate`` wrote at one temperature; its name is how the report calls it. With
-"refined" and "unrefined" among them, what the refinement adds is computed prompt by prompt. Every round's tokens go
-into report.json, so that all figures can be recomputed from it (fields: docs/metrics.md); ``--run`` adds the training
-run's curves to the picture.
+"refined" and "unrefined" among them, both of one draft on the same prompts, the report says what the refinement adds
+to τ; every draw of its interval takes the same prompts of both. Every round's tokens go into report.json, so that all
+figures can be recomputed from it (fields: docs/metrics.md); ``--run`` adds the training run's curves to the picture.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.files import read_jsonl, replacing
-from specforge_dspine.acceptance import summary, tau, tau_interval
-from specforge_dspine.evaluate import RESULT, ROUNDS, traces_of
+from specforge_dspine.acceptance import summary, tau_interval
 from specforge_dspine.reference import read_json
+from specforge_dspine.results import RESULT, ROUNDS, interval, number, traces_of
 from specforge_dspine.rounds import Trace
 
 
-def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[Trace]]:
-    """Result and rounds of a finished evaluation.
+def read_evaluation(folder: Path) -> tuple[dict[str, Any], dict[str, list[Trace]]]:
+    """Result and rounds, by set, of a finished evaluation.
 
     Raises:
         ValueError: it is none, was not finished, or holds several temperatures.
@@ -37,38 +37,60 @@ def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[Trace]]:
     temperatures = result["decoding"]["temperatures"]
     if len(temperatures) != 1:
         raise ValueError(f"{folder} holds temperatures {temperatures}; evaluate each into a folder of its own")
-    sets = traces_of(read_jsonl(folder / ROUNDS), temperatures[0])
-    return result, [trace for traces in sets.values() for trace in traces]
+    return result, traces_of(read_jsonl(folder / ROUNDS), temperatures[0])
+
+
+def refinement_gain(refined: Any, unrefined: Any) -> dict[str, Any]:
+    """τ(refined) − τ(unrefined) and its interval, of two ``read_evaluation``.
+
+    Raises:
+        ValueError: they differ in more than the refinement.
+    """
+    results, sets = zip(refined, unrefined, strict=True)
+    kinds = [
+        {
+            "draft": result["draft"]["fingerprint"],
+            "target": result["target"]["fingerprint"],
+            "temperature": result["decoding"]["temperatures"][0],
+        }
+        for result in results
+    ]
+    differing = [name for name in kinds[0] if kinds[0][name] != kinds[1][name]]
+    if differing:
+        raise ValueError(f"refined and unrefined differ in {', '.join(differing)}; only one may have another name")
+    both = [summary(each, results[0]["draft"]["block_size"] - 1)["tau"] for each in sets]
+    if None in both:
+        raise ValueError("refined or unrefined holds no round")
+    return {"refinement_gain": both[0] - both[1], "refinement_gain_interval_95": tau_interval(*sets)}
 
 
 def compare(evaluations: Mapping[str, Path]) -> dict[str, Any]:
     """What report.json holds.
 
     Raises:
-        ValueError: as ``read_evaluation``.
+        ValueError: as ``read_evaluation`` and ``refinement_gain``.
     """
     found = {name: read_evaluation(folder) for name, folder in evaluations.items()}
-    traces = {name: each for name, (_, each) in found.items()}
     variants = {
-        name: summary(each, result["draft"]["block_size"] - 1)
-        | {"temperature": result["decoding"]["temperatures"][0]}
-        for name, (result, each) in found.items()
+        name: summary(sets, result["draft"]["block_size"] - 1)
+        | {"temperature": result["decoding"]["temperatures"][0], "draft": result["draft"]}
+        for name, (result, sets) in found.items()
     }
     first, _ = next(iter(found.values()))
     report: dict[str, Any] = {
         "prompts": max(entry["prompts"] for entry in variants.values()),
         "variants": variants,
         "interval": first["interval"],
-        "draft": first["draft"],
         "target": first["target"],
         "versions": first["versions"],
         "decoded_live": sum(result["decoded_live"] for result, _ in found.values()),
     }
-    if {"refined", "unrefined"} <= traces.keys():
-        pair = traces["refined"], traces["unrefined"]
-        report["refinement_gain"] = tau(pair[0]) - tau(pair[1])
-        report["refinement_gain_interval_95"] = tau_interval(*pair)
-    return report | {"traces": {name: [trace.to_json() for trace in each] for name, each in traces.items()}}
+    if {"refined", "unrefined"} <= found.keys():
+        report |= refinement_gain(found["refined"], found["unrefined"])
+    traces = {
+        name: [trace.to_json() for each in sets.values() for trace in each] for name, (_, sets) in found.items()
+    }
+    return report | {"traces": traces}
 
 
 def draw(path: Path, report: dict[str, Any], metrics: Sequence[dict[str, float]]) -> None:
@@ -96,14 +118,15 @@ def draw(path: Path, report: dict[str, Any], metrics: Sequence[dict[str, float]]
     axis = axes[1, 1]
     for name, entry in report["variants"].items():
         shares = entry["acceptance_by_position"]
-        axis.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {entry['tau']:.3f}")
+        axis.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {number(entry['tau'])}")
     axis.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
     axis.grid(alpha=0.3)
     axis.legend()
     title = f"{report['prompts']} prompts"
     if "refinement_gain" in report:
-        low, high = report["refinement_gain_interval_95"]
-        title += f"; greedy, refinement adds {report['refinement_gain']:+.3f} [{low:+.3f}, {high:+.3f}] to τ"
+        title += f"; refinement adds {report['refinement_gain']:+.3f} to τ"
+        title += f" {interval(report['refinement_gain_interval_95'])} at temperature "
+        title += f"{report['variants']['refined']['temperature']:g}"
     figure.suptitle(title)
     partial = path.with_name(f".{path.name}.{os.getpid()}.png")
     figure.savefig(partial, dpi=110)
@@ -154,14 +177,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name, entry in report["variants"].items():
-        low, high = entry["tau_interval_95"]
         print(
-            f"τ {name:<10} {entry['tau']:.3f}  [{low:.3f}, {high:.3f}]  {entry['rounds']} rounds, "
+            f"τ {name:<10} {number(entry['tau'])}  {interval(entry['tau_interval_95'])}  {entry['rounds']} rounds, "
             f"{entry['prompts']} prompts, temperature {entry['temperature']:g}"
         )
     if "refinement_gain" in report:
-        low, high = report["refinement_gain_interval_95"]
-        print(f"refinement   {report['refinement_gain']:+.3f}  [{low:+.3f}, {high:+.3f}]")
+        print(f"refinement   {report['refinement_gain']:+.3f}  {interval(report['refinement_gain_interval_95'])}")
     print(f"written: {args.out}/report.json, {args.out}/report.png")
     return 0
 

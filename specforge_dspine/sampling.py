@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LEAST_TEMPERATURE = 0.01
+"""Below it, logits divided by the temperature leave the range of float32."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -29,8 +32,8 @@ class Sampling:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature = {self.temperature}: at least 0, which is greedy")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(f"temperature = {self.temperature}: 0, which is greedy, or at least {LEAST_TEMPERATURE}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}: above 0 and at most 1, which keeps everything")
         if self.top_k < 0:

@@ -208,7 +208,7 @@ def benchmark_turns(entry: Any, benchmark: Benchmark) -> tuple[str, ...]:
         raise OddEntry("content is not text", f"{field} is {value!r:.60}")
     extra = entry.get(benchmark.extra) if benchmark.extra else None
     if extra:
-        turns[-1] += "\n\n" + ("\n".join(extra) if isinstance(extra, list) else str(extra))
+        turns[-1] += "\n\n" + ("\n".join(map(str, extra)) if isinstance(extra, list) else str(extra))
     return tuple(benchmark.instruction.replace("{question}", turn) for turn in turns)
 
 
@@ -218,10 +218,11 @@ def conversation(number: int, entry: Any) -> Prompt:
     Raises:
         OddEntry: it is none.
     """
-    messages = read_messages(entry, len(entry["messages"]) if isinstance(entry, dict) and "messages" in entry else 1)
+    messages = read_messages(entry)
     system = next((message["content"] for message in messages if message["role"] == "system"), None)
     turns = tuple(message["content"] for message in messages if message["role"] == "user")
-    return Prompt(str(entry.get("id", f"prompt-{number}")), turns, system)
+    name = entry.get("id")
+    return Prompt(f"prompt-{number}" if name is None else str(name), turns, system)
 
 
 def generated(limit: int | None) -> tuple[Prompt, ...]:

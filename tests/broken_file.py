@@ -53,6 +53,23 @@ ODD: list[tuple[Any, str]] = [
     ({"conversations": None}, "the conversation is not a list"),
     ({"conversations": {"from": "human"}}, "the conversation is not a list"),
     ({"text": "no markers"}, "text without turns"),
+    ({"text": "<|im_start|>assistant\n"}, "empty conversation"),
+    ({"text": "<|im_start|>user\nHi<|im_start|>assistant\nYo<|im_end|>\n"}, "a turn without its end"),
+    ({"text": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo"}, "a turn without its end"),
+    ({"text": "<|im_start|>user\n"}, "a turn without its end"),
+    ({"text": "Before<|im_start|>user\nHi<|im_end|>"}, "text outside of the turns"),
+    (
+        {"text": "<|im_start|>user\nHi<|im_end|>between<|im_start|>assistant\nYo<|im_end|>"},
+        "text outside of the turns",
+    ),
+    (
+        {"text": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>after"},
+        "text outside of the turns",
+    ),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown role"),
+    ({"tools": [{"name": "f"}], "conversations": [user("a")]}, "tool calls"),
+    ({"system": 7, "conversations": [user("a")]}, "content is not text"),
+    ({"system": "a", "messages": [{"role": "system", "content": "b"}, user("c")]}, "two system messages"),
     (
         {"answer": "a"},
         "none of the fields conversations, messages, data, prompt, question, problem, instruction, text",
@@ -77,6 +94,8 @@ SHAPES: list[Callable[[str], Any]] = [
     lambda text: {"instruction": "Translate.", "input": text, "output": "An answer."},
     lambda text: {"text": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\nAn answer.<|im_end|>\n"},
     lambda text: {"messages": None, "conversations": [user(text)], "score": float("nan")},
+    lambda text: {"system": "Be brief.", "tools": "[]", "conversations": [user(text), bot("An answer.")]},
+    lambda text: {"system": " ", "prompt": text, "response": "An answer."},
 ]
 """Conversations in every shape that is read; their user turns differ if ``text`` does."""
 
@@ -106,9 +125,30 @@ class BrokenFile:
         path.write_bytes(b"\xef\xbb\xbf" + b"".join(map(bytes.__add__, self.lines, ends)))
         return path
 
+    def write_array(self, path: Path) -> Path:
+        """As the entries of a JSON array, one on a line; blank lines have no comma, and the last entry is cut off."""
+        self.add(b'{"conversations": [{"from": "human", "val', "not JSON")
+        lines = [line + b"," if line.strip() else line for line in self.lines[:-1]] + self.lines[-1:]
+        path.write_bytes(b"[\n" + b"\n".join(lines) + b"\n]\n")
+        self.dropped = [(line + 1, reason) for line, reason in self.dropped]
+        self.kept = [line + 1 for line in self.kept]
+        return path
 
-def broken_file(rows: int, seed: int) -> BrokenFile:
-    """About ``rows`` lines, a third of them odd."""
+
+def unbalanced(line: bytes, draw: random.Random) -> bytes:
+    """``line`` with one quotation mark, brace or bracket too few or too many, somewhere behind its first key."""
+    while True:
+        at = draw.randrange(line.index(b":"), len(line) + 1)
+        mark = draw.choice([b'"', b"{", b"}", b"[", b"]"])
+        made = line[:at] + (line[at + 1 :] if line[at : at + 1] in b'"{}[]' else mark + line[at:])
+        try:
+            json.loads(made)
+        except ValueError:
+            return made
+
+
+def broken_file(rows: int, seed: int, *, as_array: bool = False) -> BrokenFile:
+    """About ``rows`` lines, a third of them odd; in an array some are unbalanced behind their first key."""
     draw = random.Random(seed)
     result = BrokenFile()
     earlier: list[bytes] = []
@@ -130,7 +170,10 @@ def broken_file(rows: int, seed: int) -> BrokenFile:
             result.add(rb'{"prompt": "half \ud800 pair %d"}' % number, "not UTF-8")
         elif kind < 0.98:
             whole = json.dumps(draw.choice(SHAPES)("cut")).encode()
-            result.add(whole[: draw.randrange(1, len(whole))], "not JSON")
+            if as_array and draw.random() < 0.7:
+                result.add(unbalanced(whole, draw), "not JSON")
+            else:
+                result.add(whole[: draw.randrange(whole.index(b":") if as_array else 1, len(whole))], "not JSON")
         else:
             result.blank()
     return result

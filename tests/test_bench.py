@@ -94,6 +94,7 @@ def test_rounds_of_the_benchmark_start_from_the_same_context() -> None:
     for _ in range(3):
         rounds.round_in_pieces()
         assert rounds.drafter.context.get_seq_length() == SIZES["toy"].sequence
+        assert rounds.target.cache.get_seq_length() == rounds.target.length == SIZES["toy"].sequence
 
 
 def test_a_used_up_budget_stops_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

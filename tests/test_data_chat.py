@@ -7,6 +7,7 @@ from qwen3_tokenizer import qwen3_chat_tokenizer, qwen3_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.chat import answer_text, check_template, prompt_ids, split_reasoning, unfinished_reasoning
+from data_prep.entries import OddEntry
 
 EMPTY_REASONING = "<think>\n\n</think>\n\n"
 CHAT = [
@@ -53,12 +54,33 @@ def test_answers_enter_the_history_as_a_client_sees_them(qwen: PreTrainedTokeniz
     assert "It is 4.<|im_end|>" in rendered and "Two and two" not in rendered
 
 
+ASSISTANT = "<|im_start|>user\n<think> about it<|im_end|>\n<|im_start|>assistant\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "unfinished"),
-    [("<think>\nHm", True), ("<think>\nHm\n</think>\n\nYes", False), ("Yes", False), ("", False)],
+    ("prompt", "text", "unfinished"),
+    [
+        (ASSISTANT, "<think>\nHm", True),
+        (ASSISTANT, "<think>\nHm\n</think>\n\nYes", False),
+        (ASSISTANT, "Yes", False),
+        (ASSISTANT, "", False),
+        (f"{ASSISTANT}<think>\n", "Hm", True),
+        (f"{ASSISTANT}<think>\n", "Hm\n</think>\n\nYes<|im_end|>", False),
+        (f"{ASSISTANT}{EMPTY_REASONING}", "Yes", False),
+    ],
 )
-def test_reasoning_cut_off_is_recognised(text: str, unfinished: bool) -> None:
-    assert unfinished_reasoning(text) is unfinished
+def test_reasoning_cut_off_is_recognised(
+    qwen: PreTrainedTokenizerFast, prompt: str, text: str, unfinished: bool
+) -> None:
+    # Thinking models' templates open <think> at the end of the prompt: then the answer holds no opening.
+    assert unfinished_reasoning(qwen, qwen(prompt).input_ids, qwen(text).input_ids) is unfinished
+
+
+def test_a_template_that_refuses_is_told_in_its_words(qwen: PreTrainedTokenizerFast) -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=qwen.backend_tokenizer)
+    plain.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(OddEntry, match=r"the template refuses these turns.*System role not supported"):
+        prompt_ids(plain, CHAT[:1], enable_thinking=None)
 
 
 @pytest.mark.parametrize(

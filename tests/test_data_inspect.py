@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small import ENTRIES, save_tokenizer
 from targets import EOS, VOCAB, build_llama
+from transformers import AutoTokenizer
 
 from data_prep import inspect
 from data_prep.entries import OddEntry
@@ -39,6 +40,7 @@ GOOD = sample([5, 6, *range(10, 20), EOS], [0, 0] + [1] * 11)
         ({"origin": "elsewhere"}, ["the answer is not from this target"]),
         ({"origin": None}, ["the answer is not from this target"]),
         ({"input_ids": [VOCAB, *GOOD.input_ids[1:]]}, ["ids outside of the vocabulary"]),
+        ({"input_ids": [-1, *GOOD.input_ids[1:]]}, ["ids outside of the vocabulary"]),
         ({"input_ids": [ENTRIES, *GOOD.input_ids[1:]]}, ["the mask token occurs"]),
         ({"input_ids": [5, 6, 0, *range(11, 20), EOS]}, ["padding is supervised"]),
         ({"input_ids": [5, 6, 1, *range(11, 20), EOS]}, ["the template's markers are supervised"]),
@@ -77,6 +79,9 @@ def test_histograms_count_every_value() -> None:
         ({"input_ids": [1, 2], "loss_mask": [1]}, "ids and mask differ in length"),
         ({"input_ids": [1.5], "loss_mask": [1]}, "ids are not lists of integers"),
         ({"input_ids": [1], "loss_mask": [2]}, "the mask holds other values than 0 and 1"),
+        ({"input_ids": [1], "loss_mask": [1], "prompt_tokens": "2"}, "prompt_tokens is not a number"),
+        ({"input_ids": [1], "loss_mask": [1], "origin": ["a"]}, "finish or origin is not text"),
+        ({"input_ids": [1], "loss_mask": [1], "finish": 5}, "finish or origin is not text"),
     ],
 )
 def test_what_is_no_sample_is_named(entry: Any, reason: str) -> None:
@@ -106,3 +111,30 @@ def test_the_command_shows_prints_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert (summary["rows_in"], summary["rows_kept"], summary["anchors"]) == (3, 2, 20)
     assert summary["rows_dropped"] == {"not a JSON object": 1}
     assert summary["warnings"] == {"the answer is not from this target": 1}
+
+
+def test_odd_samples_are_shown_and_cannot_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_tokenizer(build_llama(tmp_path / "llama"))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.add_tokens(["\x1b[31mred\x9b\u202e"])
+    tokenizer.save_pretrained(target)
+    row = {"input_ids": GOOD.input_ids, "loss_mask": GOOD.loss_mask, "prompt_tokens": 2}
+    odd = [row | {"input_ids": [token, *GOOD.input_ids[1:]]} for token in (-1, 2**40, VOCAB, len(tokenizer) - 1)]
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text(
+        "".join(json.dumps(each | {"origin": "\x1b[2J"}) + "\n" for each in [*odd, row | {"finish": 5}])
+    )
+    out = tmp_path / "page.html"
+    Path(f"{out}.summary.json").write_text("{}")
+    command = ["--input", str(samples), "--output", str(out), "--target", str(target)]
+    with pytest.raises(SystemExit, match=r"summary\.json is not from here"):
+        inspect.main(command)
+    inspect.main([*command, "--overwrite"])
+    shown = capsys.readouterr().out
+    assert "<-1?>" in shown and f"<{2**40}?>" in shown and f"<{VOCAB}?>" in shown
+    assert "warning: 3 × ids outside of the vocabulary" in shown
+    assert "\x1b" not in shown and "\x9b" not in shown and "\u202e" not in shown
+    assert "\\x1b[31mred\\x9b\\u202e" in shown and "\\x1b[2J" in shown
+    assert f"5 rows read, 4 of them good; see {out}" in shown

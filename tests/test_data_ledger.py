@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sqlite3
 import subprocess
@@ -55,9 +56,13 @@ def test_every_changed_input_is_refused_by_name(tmp_path: Path, changed: dict[st
     (name, value), *_ = changed.items()
     with pytest.raises(LedgerError, match=rf"{name} was .* and is now {value!r}.*--overwrite"):
         open_ledger(out, **changed).is_finished()
-    ledger = open_ledger(out, **changed)
-    ledger.discard()
-    assert not ledger.is_finished() and not out.exists()
+    ledger = Ledger([out], "test", INPUTS | changed, overwrite=True)
+    assert not ledger.is_finished()
+    with ledger:
+        assert out.exists(), "until it is replaced"
+        keep(ledger, "new")
+        ledger.finish(1, {})
+    assert open_ledger(out, **changed).is_finished() and json.loads(out.read_text())["name"] == "new"
 
 
 def test_an_unfinished_job_with_other_inputs_is_refused_too(tmp_path: Path) -> None:
@@ -76,6 +81,67 @@ def test_foreign_and_altered_files_are_refused(tmp_path: Path) -> None:
     finished(out).write_text("altered\n")
     with pytest.raises(LedgerError, match="changed after it was written"):
         open_ledger(out).is_finished()
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"inputs": {}}'])
+def test_a_foreign_summary_is_refused(tmp_path: Path, content: str) -> None:
+    out = tmp_path / "out.jsonl"
+    Path(f"{out}.summary.json").write_text(content)
+    assert not open_ledger(out).is_own()
+    with pytest.raises(LedgerError, match=r"summary\.json is not from here; give --overwrite"):
+        open_ledger(out).is_finished()
+
+
+def test_overwriting_keeps_the_old_result_and_continues_after_a_kill(tmp_path: Path) -> None:
+    out = finished(tmp_path / "out.jsonl")
+    old = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def begin(*names: str, **changed: Any) -> int:
+        """Commits rows and stops, as if killed; returns how many were there already."""
+        with Ledger([out], "test", INPUTS | changed, overwrite=True) as ledger:
+            before = ledger.counts()[0]
+            keep(ledger, *names)
+            ledger.commit()
+        return before
+
+    assert [begin("a", "b", target="x"), begin("c", target="x")] == [0, 2]
+    assert begin("d", target="y") == 0, "rows of other inputs are discarded"
+    assert {name: (tmp_path / name).read_bytes() for name in old} == old
+    (tmp_path / ".out.jsonl.dropped.jsonl.new").symlink_to("/dev/full")
+    replacing = Ledger([out], "test", INPUTS | {"target": "y"}, overwrite=True)
+    with replacing, pytest.raises(LedgerError, match="No space left"):
+        replacing.drop("file", 1, "odd", "")
+        replacing.finish(2, {})
+    assert {name: (tmp_path / name).read_bytes() for name in old} == old, "a full disk costs nothing, either"
+    with Ledger([out], "test", INPUTS | {"target": "y"}, overwrite=True) as ledger:
+        ledger.finish(2, {})
+    assert json.loads(out.read_text()) == {"name": "d"} and open_ledger(out, target="y").is_finished()
+
+
+@pytest.mark.parametrize("suffix", ["", ".summary.json", ".dropped.jsonl", ".partial"])
+def test_what_is_read_is_never_written(tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / "out.jsonl"
+    read = Path(f"{out}{suffix}")
+    read.write_text("mine")
+    (tmp_path / "link").symlink_to(read)
+    for name in (read, tmp_path / "link", os.path.relpath(read)):
+        with pytest.raises(LedgerError, match="would be written, but is read as"):
+            Ledger([out], "test", INPUTS, reads=[name], overwrite=True)
+    with pytest.raises(LedgerError, match=r"would be written into .* all of which is read"):
+        Ledger([out], "test", INPUTS, reads=[tmp_path], overwrite=True)
+    assert read.read_text() == "mine"
+
+
+def test_outputs_and_their_side_files_are_different_files(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    for suffix in ("summary.json", "dropped.jsonl", "partial"):
+        with pytest.raises(LedgerError, match=rf"is where out\.jsonl\.{suffix} of .* goes; name another file"):
+            Ledger([out, Path(f"{out}.{suffix}")], "test", INPUTS)
+    with pytest.raises(LedgerError, match="names of their own"):
+        Ledger([out, out], "test", INPUTS)
+    (tmp_path / "other").symlink_to(out)
+    with pytest.raises(LedgerError, match="name another file"):
+        Ledger([out, tmp_path / "other"], "test", INPUTS)
 
 
 def test_lost_rows_are_an_error(tmp_path: Path) -> None:
@@ -164,16 +230,16 @@ def test_a_damaged_partial_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl.partial").write_text("not a database, " * 100)
     with pytest.raises(LedgerError, match=r"out\.jsonl\.partial: .*--overwrite"), open_ledger(tmp_path / "out.jsonl"):
         pass
-    ledger = open_ledger(tmp_path / "out.jsonl")
-    ledger.discard()
-    assert not ledger.is_finished()
+    with Ledger([tmp_path / "out.jsonl"], "test", INPUTS, overwrite=True) as ledger:
+        assert ledger.counts() == (0, {})
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     with open_ledger(tmp_path / "out.jsonl"):
-        for enter in (open_ledger(tmp_path / "out.jsonl").__enter__, open_ledger(tmp_path / "out.jsonl").discard):
+        for overwrite in (False, True):
+            second = Ledger([tmp_path / "out.jsonl"], "test", INPUTS | {"new": 1}, overwrite=overwrite)
             with pytest.raises(LedgerError, match="another process"):
-                enter()
+                second.__enter__()
 
 
 def test_a_lost_table_is_not_hidden(tmp_path: Path) -> None:

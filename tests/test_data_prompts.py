@@ -83,6 +83,11 @@ def test_every_shape_is_read() -> None:
         messages = read_conversation(shape("Why?"))
         first = next(message["content"] for message in messages if message["role"] == "user")
         assert first == ("Translate.\n\nWhy?" if number == 7 else "Why?")
+    system = SHAPES[10]("Why?") | {"messages": None}
+    assert read_conversation(system)[0] == {"role": "system", "content": "Be brief."}
+    for shape in (SHAPES[7], SHAPES[11]):
+        assert read_conversation(shape("Why?"))[1] == {"role": "assistant", "content": "An answer."}
+        assert [message["role"] for message in read_messages(shape("Why?"))] == ["user"]
     llama = (
         "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
@@ -105,10 +110,11 @@ def test_turns_are_capped_and_end_with_the_user() -> None:
         assert "".join(part["content"] for part in read_messages(entry, turns)) == kept
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_mixed_and_broken_file_comes_out_as_its_writer_says(tmp_path: Path, workers: int) -> None:
-    made = broken_file(10_000, seed=5)
-    path = made.write(tmp_path / "chats.jsonl")
+@pytest.mark.parametrize(("workers", "name"), [(1, "chats.jsonl"), (2, "chats.jsonl"), (2, "chats.json")])
+def test_a_mixed_and_broken_file_comes_out_as_its_writer_says(tmp_path: Path, workers: int, name: str) -> None:
+    as_array = name == "chats.json"
+    made = broken_file(10_000, seed=5, as_array=as_array)
+    path = made.write_array(tmp_path / name) if as_array else made.write(tmp_path / name)
     out = tmp_path / "out.jsonl"
     kept = choose(out, path, workers=workers)
     assert dropped(out) == made.dropped and len(made.dropped) > 2500
@@ -134,10 +140,32 @@ def test_one_bad_file_among_many_is_named_and_the_others_are_read(tmp_path: Path
     assert "repair the file" in bad["detail"]
 
 
+def test_a_name_that_is_not_utf8_is_written_out(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / os.fsdecode(b"caf\xe9.jsonl"), {"prompt": "a"}, 5)
+    (kept,) = choose(tmp_path / "out.jsonl", folder)
+    (bad,) = rows(tmp_path / "out.jsonl.dropped.jsonl")
+    assert kept["source"] == bad["file"] == rf"{folder}/caf\xe9.jsonl" and bad["line"] == 2
+
+
+def test_other_inputs_are_refused_by_the_first_that_differ(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{number}.jsonl", {"prompt": f"{number}"}) for number in range(20)]
+    out = tmp_path / "out.jsonl"
+    choose(out, *files)
+    with pytest.raises(SystemExit) as ended:
+        choose(out, *files[::-1])
+    assert "files differ: number 1 was ['" in str(ended.value) and "and 17 more" in str(ended.value)
+    one = tmp_path / "one.jsonl"
+    choose(one, files[0])
+    with pytest.raises(SystemExit, match="files was"):
+        choose(one, files[0], files[0])
+
+
 AS_NOBODY = """
 import os, sys
-from data_prep import command, prompts
-command.code_version(*prompts.CODE)  # while the modules' own files can be read
+from data_prep import identity, prompts
+identity.code_version()  # while the modules' own files can be read
 os.setuid(65534)
 prompts.main()
 """
@@ -186,6 +214,12 @@ def test_exact_duplicates_are_dropped_up_to_case_and_space(tmp_path: Path) -> No
     assert dropped(out) == [(2, "duplicate")]
 
 
+def test_the_same_words_in_other_roles_are_another_prompt(tmp_path: Path) -> None:
+    system = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why?"}]}
+    chats = write(tmp_path / "a.jsonl", system, {"data": ["Be kind.", "x", "Why?"]})
+    assert len({row["id"] for row in choose(tmp_path / "out.jsonl", chats)}) == 2
+
+
 def test_exact_keys_take_at_most_sixteen_bytes_a_row() -> None:
     keys, count = SeenKeys(), 1_000_000
     drawn = np.random.default_rng(0).integers(0, 1 << 63, count, np.uint64)
@@ -217,6 +251,41 @@ def test_near_duplicates_are_dropped_and_the_index_is_on_disk(tmp_path: Path) ->
     alike = (first == second).mean()
     assert alike < 0.1
     assert len(choose(tmp_path / "all.jsonl", chats)) == 3
+
+
+@pytest.mark.parametrize("near", [0.05, 0.98, 0.99, 1])
+def test_every_similarity_works(tmp_path: Path, near: float) -> None:
+    chats = write(tmp_path / "a.jsonl", {"prompt": TEXT}, {"data": [TEXT, "x", "🙂"]}, {"prompt": f"{TEXT}\n🙂"})
+    out = tmp_path / "out.jsonl"
+    assert [row["line"] for row in choose(out, chats, near=near)] == ([1] if near < 0.9 else [1, 2])
+    assert dropped(out)[-1] == (3, "near duplicate")
+
+
+CHINESE = (
+    "请写一篇关于最近去夏威夷旅行的引人入胜的博客文章，突出文化体验和必看景点，并且给出详细的行程安排和预算建议。"
+)
+
+
+def test_texts_without_spaces_are_compared_too(tmp_path: Path) -> None:
+    japanese = "東京から京都まで新幹線で行くときのおすすめの観光地と食べ物を詳しく教えてください。"
+    own = write(tmp_path / "eval.jsonl", {"prompt": CHINESE}, {"prompt": japanese}, {"prompt": "法国的首都是哪里？"})
+    symbols = write(tmp_path / "symbols.jsonl", {"prompt": "???"}, {"prompt": CHINESE})
+    chats = write(
+        tmp_path / "a.jsonl",
+        {"prompt": f"请帮我：{CHINESE}谢谢"},
+        {"prompt": f"{japanese}お願いします。"},
+        {"prompt": "法国的首都是哪里"},
+        {"prompt": "德国的首都是哪里？"},
+        {"prompt": "🙂🙂"},
+    )
+    out = tmp_path / "out.jsonl"
+    assert [row["line"] for row in choose(out, chats, decontaminate=[own])] == [4, 5]
+    kept = choose(tmp_path / "symbols.out.jsonl", chats, decontaminate=[symbols])
+    assert [row["line"] for row in kept] == [2, 3, 4, 5]
+    close = write(tmp_path / "b.jsonl", {"prompt": CHINESE}, {"prompt": CHINESE.replace("最近", "近日")})
+    assert [row["line"] for row in choose(tmp_path / "near.jsonl", close, near=0.7)] == [1]
+    symbols = write(tmp_path / "c.jsonl", {"prompt": "🙂🙂"}, {"prompt": "🚀"}, {"prompt": "???"})
+    assert len(choose(tmp_path / "other.jsonl", symbols, near=0.8)) == 3
 
 
 def test_heldout_prompts_are_on_one_side_only(tmp_path: Path) -> None:
@@ -406,8 +475,11 @@ def test_workers_end_with_a_killed_command_and_a_killed_worker_is_told(tmp_path:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--heldout-share", "1"], "--heldout-share 1.0: from 0 to below 1"),
+        (["--heldout", "held.jsonl", "--heldout-share", "1"], "--heldout-share 1.0: from 0 to below 1"),
         (["--near", "0"], "--near 0.0: a similarity"),
+        (["--near", "1.01"], "--near 1.01: a similarity"),
+        (["--heldout-share", "0.1"], "name with --heldout where"),
+        (["--heldout-limit", "5"], "name with --heldout where"),
         (["--limit", "0"], "at least 1"),
         (["--decontaminate", "nowhere.jsonl"], "there is no such file"),
     ],
@@ -429,3 +501,27 @@ def test_nothing_usable_is_an_error_with_the_reasons(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(SystemExit, match="the input is empty"):
         choose(tmp_path / "empty.jsonl", tmp_path / "a.jsonl")
+
+
+def test_no_input_is_overwritten(tmp_path: Path) -> None:
+    chats, own = write(tmp_path / "a.jsonl", {"prompt": "a"}), write(tmp_path / "eval.jsonl", {"prompt": "b"})
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "c.jsonl", {"prompt": "c"})
+    out = tmp_path / "out.jsonl"
+    for output, inputs, more, problem in (
+        (chats, chats, {}, "is read as"),
+        (own, chats, {"decontaminate": [own]}, "is read as"),
+        (out, chats, {"heldout": chats}, "is read as"),
+        (out, chats, {"heldout": f"{out}.dropped.jsonl"}, "name another file"),
+        (folder / "out.jsonl", folder, {}, "all of which is read"),
+    ):
+        with pytest.raises(SystemExit, match=problem):
+            choose(output, inputs, overwrite=True, **more)
+    assert [asked_of(path) for path in (chats, own, folder / "c.jsonl")] == ["a", "b", "c"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "data", "eval.jsonl"]
+
+
+def asked_of(path: Path) -> str:
+    (row,) = rows(path)
+    return row["prompt"]

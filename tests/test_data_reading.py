@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import random
+import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ import zstandard
 from datasets import Dataset, DatasetDict
 
 from data_prep import reading
-from data_prep.entries import OddEntry
-from data_prep.inputs import open_inputs, rows_of
+from data_prep.entries import OddEntry, Values
+from data_prep.inputs import difference, open_inputs, rows_of
 from data_prep.reading import file_chunks
 from data_prep.splitting import Splitter
 
@@ -65,7 +67,7 @@ def test_blocks_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "a.json").write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     monkeypatch.setattr(reading, "BLOCK", block)
     assert read(tmp_path / "a.jsonl") == numbered(rows)
-    splitter = Splitter()
+    splitter = Splitter(reading.MAX_ENTRY)
     data = (tmp_path / "a.json").read_bytes()
     found = [entry for at in range(0, len(data), block) for entry in splitter.feed(data[at : at + block])]
     assert [(line, json.loads(text)) for line, text in found + splitter.end()] == numbered(rows, 2)
@@ -109,7 +111,117 @@ def test_an_array_that_is_cut_off_is_told(tmp_path: Path, text: str, last: tuple
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_empty_files_hold_nothing(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
-    assert read(tmp_path / name) == []
+    an_entry = name == "a.jsonl" and "[" in text  # one that is no conversation
+    assert read(tmp_path / name) == ([(1, [])] if an_entry else [])
+
+
+def in_one_line(texts: list[str]) -> str:
+    return f"[{', '.join(texts)}]"
+
+
+def a_line_each(texts: list[str]) -> str:
+    return "[\n" + ",\n".join(texts) + "\n]\n"
+
+
+def pretty(texts: list[str]) -> str:
+    return "[\n" + ",\n".join("  " + text.replace("\n", "\n  ") for text in texts) + "\n]\n"
+
+
+CHAT = {
+    "messages": [{"role": "user", "content": "x [y] {z}"}, {"role": "assistant", "content": "b"}],
+    "score": [1, 2],
+}
+
+
+@pytest.mark.parametrize("block", [1, 11, 1 << 20])
+@pytest.mark.parametrize("before", [0, 7])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x [y]", 'odd" quote'),
+        ("x [y]", 'odd": quote'),
+        ('x [y] {z}"', "x [y] {z}"),
+        ('"role": "assistant"', '"role: "assistant"'),
+        ('"b"', 'b"'),
+        ('"b"}', '"b"'),
+        ("2]}", "2]"),
+        ("2]}", "2]}}"),
+        ("2]}", "2]]}"),
+        ("2]}", '2]}"'),
+        ("2]}", "2}"),
+        ('{"role": "assistant"', '"role": "assistant"'),
+        ('[{"role"', '{"role"'),
+        ('"b"}], "score": [1, 2]}', '"b"}'),
+        ('"b"}], "score": [1, 2]}', '"b'),
+        ('{"messages"', '"messages"'),
+        ('{"messages"', 'messages"'),
+        ('{"messages"', '"{"messages"'),
+    ],
+)
+def test_an_unbalanced_entry_costs_nothing_but_itself(old: str, new: str, before: int, block: int) -> None:
+    for layout, indent in ((in_one_line, None), (a_line_each, None), (pretty, 1)):
+        spread = (lambda text: re.sub(r"(?<=[\[{,]) ?(?=[{\"])", "\n ", text)) if indent else str
+        good = [CHAT | {"score": [number]} for number in range(12)]
+        odd = json.dumps(CHAT).replace(old, new)
+        assert odd != json.dumps(CHAT)
+        texts = [json.dumps(each, indent=indent) for each in good]
+        data = layout([*texts[:before], spread(odd), *texts[before:]]).encode()
+        splitter = Splitter(reading.MAX_ENTRY)
+        found = [entry for at in range(0, len(data), block) for entry in splitter.feed(data[at : at + block])]
+        rows = [row for _, row in Values("a", found + splitter.end()).rows()]
+        assert isinstance(rows[before], OddEntry) and rows[before].reason == "not JSON", (layout, rows[before])
+        assert rows[:before] + rows[before + 1 :] == good, layout
+        assert not splitter.is_open and not splitter.was_cut
+
+
+def test_what_is_passed_over_is_named_by_its_lines_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(pretty(['{\n "prompt": "a"\n}', '{\n "prompt": "odd" quote"\n}', '{\n "prompt": "b"\n}']))
+    _, (line, odd), (last, entry) = [row for chunk in file_chunks(path) for row in chunk.rows()]
+    assert (line, last, entry) == (5, 8, {"prompt": "b"})
+    assert odd.detail == (
+        "Expecting ',' delimiter: character 22 of the entry, on line 6 of the file; lines 5 to 7 were passed over"
+    )
+
+
+def test_an_entry_that_others_are_in_is_broken_though_brackets_agree(tmp_path: Path) -> None:
+    whole = json.dumps(CHAT)
+    lost, surplus = whole.removesuffix('], "score": [1, 2]}'), whole + "]}"
+    (tmp_path / "a.json").write_text(a_line_each([whole, lost, whole, whole, surplus, whole]))
+    rows = read(tmp_path / "a.json")
+    assert rows == [(line, "not JSON" if line in (3, 6) else CHAT) for line in range(2, 8)]
+
+
+def test_the_suffix_says_that_a_file_has_lines(tmp_path: Path) -> None:
+    text = '[{"role": "user"\n' + LINES.decode()
+    for name in ("a.jsonl", "a.ndjson"):
+        (tmp_path / name).write_text(text)
+        assert read(tmp_path / name) == [(1, "not JSON"), *numbered(PROMPTS, 2)]
+    (tmp_path / "a.json").write_text('{"prompt": "cut\n' + LINES.decode())
+    assert read(tmp_path / "a.json") == [(1, "not JSON"), *numbered(PROMPTS, 2)]
+
+
+def test_values_may_span_lines_or_share_them(tmp_path: Path) -> None:
+    a, b = ({"messages": [{"role": "user", "content": name}]} for name in "ab")
+    path = tmp_path / "a.json"
+    path.write_text("".join(f'{{\n "messages": [\n  {json.dumps(each["messages"][0])}\n ]\n}}\n' for each in (a, b)))
+    assert read(path) == [(1, a), (6, b)]
+    path.write_text(f"{json.dumps(a)} {json.dumps(b)}\n{json.dumps(a)}\n")
+    assert read(path) == [(1, a), (1, b), (2, a)]
+    path.write_text(f"[\n{json.dumps(a)}]\n[\n{json.dumps(b)}]\n")
+    assert read(path) == [(2, a), (4, b)]
+
+
+@pytest.mark.parametrize("packing", ["gz", "zst"])
+def test_what_was_packed_well_comes_in_chunks_like_all_else(tmp_path: Path, packing: str) -> None:
+    count, size = 1_000_000, 16
+    data = b'{"prompt": "a"}\n' * count
+    path = tmp_path / f"a.jsonl.{packing}"
+    path.write_bytes(gzip.compress(data) if packing == "gz" else zstandard.compress(data))
+    assert path.stat().st_size < 1 << 16
+    chunks = [chunk.data for chunk in file_chunks(path)]
+    assert max(map(len, chunks)) <= 2 * reading.BLOCK
+    assert sum(map(len, chunks)) == size * count
 
 
 @pytest.mark.parametrize("packing", ["gz", "zst"])
@@ -139,7 +251,27 @@ def test_long_lines_are_read_and_endless_ones_are_told(tmp_path: Path, monkeypat
     found = read(tmp_path / "a.jsonl")
     assert [line for line, _ in found] == [1, 2, 3] and found[2][1] == PROMPTS[1]
     assert found[1][1] == "longer than 2 MiB"
-    assert [reason for _, reason in read(tmp_path / "b.json")] == [PROMPTS[0], "longer than 2 MiB"]
+    found = list(file_chunks(tmp_path / "b.json"))
+    rows = [row for chunk in found for row in chunk.rows()]
+    assert [line for line, _ in rows] == [1, 2, 3] and rows[2][1] == PROMPTS[1]
+    assert rows[1][1].reason == "longer than 2 MiB" and rows[1][1].detail.startswith("lines 2 to 2, 5242894 bytes")
+
+
+def test_a_missing_bracket_far_from_the_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it everything is an entry of a list that never ends."""
+    texts = [json.dumps(CHAT | {"score": [number]}) for number in range(60000)]
+    texts[10] = texts[10].removesuffix('], "score": [10]}')
+    monkeypatch.setattr(reading, "MAX_ENTRY", 2 << 20)
+    for layout in (in_one_line, a_line_each):
+        (tmp_path / "a.json").write_text(layout(texts))
+        tracemalloc.start()
+        rows = 0
+        for chunk in file_chunks(tmp_path / "a.json"):
+            assert sum(len(text) for _, text in chunk.texts if isinstance(text, bytes)) < 2 * reading.BLOCK
+            rows += len(chunk.texts)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert rows == len(texts) and most < 16 << 20
 
 
 def test_utf16_is_named(tmp_path: Path) -> None:
@@ -157,6 +289,33 @@ def test_tables_are_read_by_row(tmp_path: Path) -> None:
     assert read(tmp_path / "b.parquet") == [(None, "the file cannot be read")]
 
 
+def test_a_row_that_cannot_be_converted_is_one_row(tmp_path: Path) -> None:
+    late = pa.array([0, 10**18, 0], pa.timestamp("ms"))
+    parquet.write_table(pa.table({"prompt": ["a", "b", "c"], "time": late}), tmp_path / "a.parquet")
+    assert [row if isinstance(row, str) else row["prompt"] for _, row in read(tmp_path / "a.parquet")] == [
+        "a",
+        "the row cannot be read",
+        "c",
+    ]
+    text = pa.array([b"a", b"caf\xe9", b"c"]).view(pa.string())
+    parquet.write_table(pa.table({"prompt": text}), tmp_path / "b.parquet")
+    assert read(tmp_path / "b.parquet") == [(1, {"prompt": "a"}), (2, "not UTF-8"), (3, {"prompt": "c"})]
+
+
+def test_a_damaged_part_of_a_table_is_one_row_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = [{"prompt": random.Random(number).randbytes(400).hex()} for number in range(30)]
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=10, compression="gzip", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    column = parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    middle = column.data_page_offset + column.total_compressed_size // 2
+    data[middle : middle + 500] = bytes(500)
+    path.write_bytes(data)
+    found = read(path)
+    assert found[10] == (11, "a part of the file cannot be read")
+    assert found[:10] + found[11:] == numbered(rows[:10]) + numbered(rows[20:], 21)
+
+
 def test_folders_are_read_in_order_and_what_is_ignored_is_named(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
@@ -165,8 +324,43 @@ def test_folders_are_read_in_order_and_what_is_ignored_is_named(tmp_path: Path) 
     for name in others:
         (tmp_path / name).write_text("{}")
     inputs = open_inputs([str(tmp_path)])
-    assert inputs.ignored == [str(tmp_path / name) for name in others]
+    assert inputs.ignored == [f"{tmp_path / name} (of no known kind)" for name in others]
     assert [entry["prompt"] for _, _, entry in rows_of(inputs)] == ["b", "a"]
+
+
+def test_whatever_else_is_in_a_folder_is_named_or_read(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    (folder / ".cache").mkdir(parents=True)
+    elsewhere.mkdir()
+    for path in (folder / "a.jsonl", folder / ".b.jsonl", folder / ".cache" / "c.jsonl", elsewhere / "d.jsonl"):
+        path.write_text(json.dumps({"prompt": path.name}))
+    (folder / "link").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(folder)
+    (folder / "gone.jsonl").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe.jsonl")
+    inputs = open_inputs([str(folder)])
+    entries = [(source, entry) for source, _, entry in rows_of(inputs)]
+    assert [source.removeprefix(f"{folder}/") for source, _ in entries] == ["a.jsonl", "gone.jsonl", "link/d.jsonl"]
+    assert entries[0][1] == {"prompt": "a.jsonl"} and entries[2][1] == {"prompt": "d.jsonl"}
+    assert entries[1][1].reason == "the file cannot be read"
+    assert inputs.ignored == [
+        f"{folder}/.b.jsonl (hidden)",
+        f"{folder}/.cache (hidden)",
+        f"{folder}/link/back (a link to a folder that is read already)",
+        f"{folder}/pipe.jsonl (not an ordinary file)",
+    ]
+
+
+def test_order_and_repetition_are_part_of_what_inputs_are(tmp_path: Path) -> None:
+    names = [str(tmp_path / f"{number}.jsonl") for number in range(30)]
+    for name in names:
+        Path(name).write_text('{"prompt": "a"}')
+    forms = [names[:2], names[1::-1], names[:1], names[:1] * 2]
+    assert len({json.dumps(open_inputs(form).identities) for form in forms}) == 4
+    was, now = (open_inputs(form).identities for form in (names, names[::-1]))
+    text = difference(was, now)
+    assert text.startswith(f"differ: number 1 was {was[0]} and is now {now[0]}; number 2 was ")
+    assert text.endswith("; and 27 more") and text.count("sha256") == 6
 
 
 def test_saved_data_sets_are_read(tmp_path: Path) -> None:
@@ -177,7 +371,7 @@ def test_saved_data_sets_are_read(tmp_path: Path) -> None:
     inputs = open_inputs([str(tmp_path / "one"), str(tmp_path / "two")])
     assert [each.name.rpartition("/")[2] for each in inputs.found] == ["one", "two:train", "two:test"]
     assert [entry for _, _, entry in rows_of(inputs)] == PROMPTS + PROMPTS
-    assert len(set(inputs.identities.values())) == 3
+    assert len({identity for _, identity in inputs.identities}) == 3
 
 
 def test_a_data_set_by_name_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data_prep import regenerate, tokenize
 from data_prep.answers import Settings, Turns
 from data_prep.chat import answer_text, prompt_ids
+from data_prep.ledger import Ledger
 from data_prep.regenerate import job_inputs
 from data_prep.servers import Expected, Servers, WrongServer
 from specforge_dspine.stream.client import Completion
@@ -325,6 +326,7 @@ def test_sampled_answers_differ_and_carry_their_seed(target: Path, url: str, tmp
         (["--managed", "cpu", "--max-length", "20"], "max_length = 20 leaves no room"),
         (["--managed", "cpu", "--max-new-tokens", "1"], "max_new_tokens = 1: at least 2"),
         (["--managed", "cpu", "--seed", "1"], "greedy answers"),
+        (["--managed", "cpu", "--served-as", "x"], "--served-as is for --server"),
         (["--managed", "cpu", "--seed", "1", "--temperature", "1"], "SGLang heeds seeds on GPUs only"),
     ],
 )
@@ -376,3 +378,14 @@ def test_the_key_covers_every_input(target: Path, tmp_path: Path) -> None:
     content[-1] ^= 1
     weights.write_bytes(content)
     assert differing(fourth, inputs()) == {"target"}
+
+
+def test_a_dead_server_costs_no_finished_answers(target: Path, tmp_path: Path) -> None:
+    prompts, out = write(tmp_path / "prompts.jsonl", [chat("c", words(0, 5))]), tmp_path / "out.jsonl"
+    with Ledger([out], "regenerate", {"other": 1}) as ledger:
+        ledger.keep(b"{}\n")
+        ledger.finish(1, {})
+    dead = ("--server", "http://127.0.0.1:9", "--dtype", "float32", "--overwrite")
+    with pytest.raises(SystemExit, match="does not answer"):
+        regenerate.main(arguments(target, prompts, out, *dead))
+    assert out.read_bytes() == b"{}\n" and Path(f"{out}.summary.json").exists()

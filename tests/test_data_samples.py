@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from small import save_tokenizer
 from targets import build_llama
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config
 
-from data_prep import tokenize
+from data_prep import command, tokenize
 from data_prep.boundaries import render_answer
 from data_prep.chat import prompt_ids
 from data_prep.entries import OddEntry
@@ -23,6 +26,8 @@ from data_prep.files import to_line
 from data_prep.identity import SHORT
 from data_prep.samples import Options, SampleMaker
 from specforge_dspine.fingerprint import model_fingerprint
+
+ROOT = Path(__file__).parent.parent
 
 EMPTY_REASONING = "<think>\n\n</think>\n\n"
 MASK = 151669
@@ -54,7 +59,7 @@ def loaded(target: Path) -> PreTrainedTokenizerBase:
 
 
 def maker(target: Path, mask: int = MASK, **changed: Any) -> SampleMaker:
-    settings = {"max_length": 512, "foreign": True, "mask_token_id": mask} | changed
+    settings = {"max_length": 512, "foreign": True, "rows": 151936, "mask_token_id": mask} | changed
     return SampleMaker(Options(target, model_fingerprint(target)[:SHORT], **settings), loaded(target))
 
 
@@ -158,11 +163,56 @@ def test_records_are_taken_as_they_are(smollm2: Path) -> None:
         ({"output_ids": "text"}, "ids are not lists of integers"),
         ({"prompt_ids": [True]}, "ids are not lists of integers"),
         ({"prompt_ids": [5] * 511}, "the prompt exceeds the maximum length"),
+        ({"output_ids": [8, 288, 2]}, "ids outside of the vocabulary"),
+        ({"prompt_ids": [-1]}, "ids outside of the vocabulary"),
+        ({"prompt_ids": [2**40]}, "ids outside of the vocabulary"),
+        ({"finish": "abort"}, "unknown finish"),
+        ({"finish": ["stop"]}, "unknown finish"),
     ],
 )
 def test_records_that_cannot_be_used_say_why(smollm2: Path, changed: dict[str, Any], reason: str) -> None:
-    (odd,) = maker(smollm2, mask=3).samples("test", record(smollm2, **changed))
-    assert isinstance(odd, OddEntry) and odd.reason == reason
+    with pytest.raises(OddEntry) as caught:
+        list(maker(smollm2, mask=3, rows=288).samples("test", record(smollm2, **changed)))
+    assert caught.value.reason == reason
+
+
+def test_what_a_record_lacks_is_not_made_up(smollm2: Path) -> None:
+    whole = record(smollm2)
+    for lacking in ("finish", "id", "source"):
+        (sample,) = maker(smollm2, mask=3).samples("dir/s.jsonl", {k: v for k, v in whole.items() if k != lacking})
+        assert "None" not in to_line(sample).decode()
+        assert (sample["finish"] is None) == (lacking == "finish")
+        assert sample["id"].startswith("s-jsonl-") == (lacking == "id")
+        assert (sample["source"] == "dir/s.jsonl") == (lacking == "source")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"instruction": "What is", "input": "2 + 2?", "output": "It is 4."},
+        {"prompt": "What is 2 + 2?", "response": "It is 4."},
+        {
+            "system": "Add.",
+            "conversations": [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "It is 4."}],
+        },
+    ],
+)
+def test_answers_beside_a_question_are_taken(smollm2: Path, entry: dict[str, Any]) -> None:
+    (sample,) = maker(smollm2, mask=3).samples("test", entry)
+    assert taught(sample, loaded(smollm2)) == "It is 4.<|im_end|>"
+    assert ("Add." in loaded(smollm2).decode(prompt(sample))) == ("system" in entry)
+    with pytest.raises(OddEntry, match="no answer"):
+        list(maker(smollm2, mask=3).samples("test", {"prompt": "What is 2 + 2?", "response": " "}))
+
+
+def test_an_unforeseen_error_costs_one_answer(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by = maker(smollm2, mask=3)
+    render = made_by._of_rendered
+    failing = lambda name, *rest, **more: {}["gone"] if name.endswith(".0") else render(name, *rest, **more)  # noqa: E731
+    monkeypatch.setattr(made_by, "_of_rendered", failing)
+    plain = [{"role": part["role"], "content": part["content"]} for part in CHAT]
+    odd, sample = made_by.samples("test", {"messages": plain})
+    assert isinstance(odd, OddEntry) and odd.reason == "unexpected KeyError" and not isinstance(sample, OddEntry)
 
 
 def test_the_maximum_length_never_cuts_unnoticed(smollm2: Path) -> None:
@@ -213,8 +263,48 @@ def test_the_command_counts_answers_and_names_what_it_drops(smollm2: Path, tmp_p
 def test_the_mask_token_is_reserved_or_asked_for(smollm2: Path, tmp_path: Path) -> None:
     # NeMo#2461, ModelOpt#1621: pad, which is the end token here, used to become the mask.
     answers = write(tmp_path / "answers.jsonl", record(smollm2))
-    with pytest.raises(SystemExit, match=r"mask_token_id = 2 .*needs an id of its own"):
+    with pytest.raises(SystemExit, match=r"mask_token_id = 2 .*needs an id of its own.*--mask-token-id"):
         run(smollm2, answers, tmp_path / "out.jsonl", "--mask-token-id", "2")
+    with pytest.raises(SystemExit, match="--thinking is for --foreign-answers"):
+        run(smollm2, answers, tmp_path / "out.jsonl", "--mask-token-id", "3", "--thinking", "none")
+
+
+KILLED = """
+import os, sys
+from data_prep import command, tokenize
+from data_prep.ledger import Ledger
+command.COMMIT_S, commit, commits = 0, Ledger.commit, []
+def counted(self):
+    commit(self)
+    commits.append(1)
+    if len(commits) == 3:
+        os.kill(os.getpid(), 9)
+Ledger.commit = counted
+tokenize.main(sys.argv[1:])
+"""
+
+
+def test_killed_and_continued_gives_the_same_file(smollm2: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    for number in range(6):
+        many = [record(smollm2, id=f"{number}.{k}", prompt_ids=[5 + k, 6, 7 + number]) for k in range(20)]
+        write(folder / f"{number}.jsonl", *many, record(smollm2, id=f"{number}", target="another"))
+    options = ["--target", str(smollm2), "--mask-token-id", "3", "--max-length", "5", "--workers", "1"]
+    undisturbed, killed = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    tokenize.main(["--input", str(folder), "--output", str(undisturbed), *options])
+    child = [sys.executable, "-c", KILLED, "--input", str(folder), "--output", str(killed), *options]
+    assert subprocess.run(child, cwd=ROOT, capture_output=True).returncode == -9
+    with sqlite3.connect(f"{killed}.partial") as db:
+        (kept,) = db.execute("SELECT COUNT(*) FROM kept").fetchone()
+    assert 0 < kept < 120 and not killed.exists()
+    tokenize.main(["--input", str(folder), "--output", str(killed), *options])
+    for suffix in ("", ".dropped.jsonl"):
+        assert Path(f"{killed}{suffix}").read_bytes() == Path(f"{undisturbed}{suffix}").read_bytes()
+    summaries = [json.loads(Path(f"{path}.summary.json").read_text()) for path in (killed, undisturbed)]
+    for summary in summaries:
+        del summary["sha256"], summary["rows_by_file"]
+    assert summaries[0] == summaries[1] and summaries[0]["cut_by_max_length"] == 120
 
 
 def test_the_key_covers_template_tokenizer_options_length_and_code(
@@ -240,7 +330,7 @@ def test_the_key_covers_template_tokenizer_options_length_and_code(
     with pytest.raises(SystemExit, match=r"version was '.*' and is now '0\.2'"):
         run(target, answers, out, *options)
     monkeypatch.undo()
-    monkeypatch.setattr(tokenize, "CODE", tokenize.CODE[:-1])  # as if a module had changed
+    monkeypatch.setattr(command, "code_version", lambda: "another")  # as if a module had changed
     with pytest.raises(SystemExit, match="code was"):
         run(target, answers, out, *options)
     monkeypatch.undo()

@@ -143,7 +143,10 @@ def test_the_result_says_what_was_measured_and_how(
     result = result_of(tmp_path)
     assert [skip["line"] for skip in result["sets"]["gsm8k"]["skipped"]] == [3, 4]
     assert result["sets"]["gsm8k"]["instruction"].startswith("{question}")
-    assert len(result["chat_template"]["sha256"]) == 64 and result["chat_template"]["thinking"] == "none"
+    assert (
+        len(result["chat_template"]["sha256"]) == 64
+        and result["chat_template"]["thinking"] == "the template's default"
+    )
     assert result["target"]["verified_by"] == "transformers" and result["target"]["dtype"] == "float32"
     assert result["draft"]["refinement"] and len(result["draft"]["fingerprint"]) == 64
     assert result["versions"]["torch"] == torch.__version__
@@ -168,21 +171,23 @@ def start(world: Path, out: Path, *extra: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def test_a_killed_evaluation_continues_to_the_same_result(world: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stopped_evaluation_continues_to_the_same_result(world: Path, tmp_path: Path, number: int) -> None:
     extra = [*sets(world), "--temperature", "0", "1"]
     assert evaluate(words(world, tmp_path / "whole", *extra)) == 0
     process = start(world, tmp_path / "killed", *extra)
     assert process.stderr is not None
     try:
         shown = b""
-        while not re.search(rb"[3-9]/\d+", shown):  # progress; only what is kept counts
+        while not re.search(rb"answers: [^\r]* [3-9]/\d+ ", shown):
             part = os.read(process.stderr.fileno(), 1 << 16)
             assert part, shown
             shown += part
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(number)
+        status = process.wait()
         process.stderr.close()
+    assert status == (-number if number == signal.SIGKILL else 128 + number)
     summary = json.loads((tmp_path / "whole" / f"{ROUNDS}.summary.json").read_text())
     with Ledger([tmp_path / "killed" / ROUNDS], "evaluate", summary["inputs"]) as ledger:
         kept = list(ledger.kept())
@@ -202,8 +207,22 @@ def test_other_inputs_are_refused_and_named(world: Path, tmp_path: Path, capsys:
     assert records_of(tmp_path) == before, "finished: nothing is decoded again"
     assert evaluate(words(world, tmp_path, *sets(world), "--limit", "2")) == 2
     assert "limit was 1 and is now 2" in capsys.readouterr().err
+    for extra, named in ((["--seed", "3"], "decoding was"), (["--variant", "unrefined"], "draft was")):
+        assert evaluate(words(world, tmp_path, *sets(world), "--limit", "1", *extra)) == 2
+        assert named in capsys.readouterr().err
+    draft = str(world / "run" / "export" / ".." / "export" / "sglang")
+    assert evaluate(words(world, tmp_path, *sets(world), "--limit", "1", draft=draft)) == 0, (
+        "the same, said otherwise"
+    )
     assert evaluate(words(world, tmp_path, *sets(world), "--limit", "2", "--overwrite")) == 0
     assert len(records_of(tmp_path)) == 2 + 4
+    target = tmp_path / "target"
+    shutil.copytree(world / "target", target)
+    config = target / "generation_config.json"
+    known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    config.write_text(json.dumps(known | {"eos_token_id": 77}), encoding="utf-8")
+    assert evaluate(words(world, tmp_path, *sets(world), "--limit", "2", "--target", target)) == 2
+    assert "'end_ids': [" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -214,7 +233,10 @@ def test_other_inputs_are_refused_and_named(world: Path, tmp_path: Path, capsys:
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "gsm8k={world}/gsm8k.jsonl"], "occurs twice"),
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "--temperature", "-1"], "temperature = -1"),
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "--thinking", "off"], "no such switch"),
+        (["--sets", "gsm8k={world}/gsm8k.jsonl", "--temperature", "1e-40"], "or at least 0.01"),
+        (["--sets", "gsm8k={world}/gsm8k.jsonl", "--device", "nonsense"], "--device nonsense"),
         (["--sets", "captured={world}/target"], "holds no prompt"),
+        (["--sets", "captured={world}/features", "--live", "1", "--dtype", "bfloat16"], "bfloat16"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said(
@@ -237,12 +259,19 @@ def test_a_draft_of_another_target_is_refused(
     assert "vocab_size=256" in capsys.readouterr().err
 
 
-def test_prompts_that_do_not_fit_are_skipped_and_said(world: Path, tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_are_skipped_and_said(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"question": "w9 " * 600}) + "\n" + json.dumps({"question": "w9"}) + "\n")
     assert evaluate(words(world, tmp_path / "out", "--sets", f"gsm8k={long}")) == 0
     skipped = result_of(tmp_path / "out")["answers_skipped"]
     assert [entry["prompt"] for entry in skipped] == ["gsm8k-1"] and "room for 512" in skipped[0]["skipped"]
+    assert evaluate(words(world, tmp_path / "none", "--sets", f"gsm8k={long}", "--limit", 1)) == 2
+    assert "no answer had a round" in capsys.readouterr().err
+    captured = ["--sets", f"captured={world / 'features'}", "--temperature", 1, "--max-new-tokens", 700]
+    assert evaluate(words(world, tmp_path / "captured", *captured)) == 2
+    assert "room for 512" in result_of(tmp_path / "captured")["answers_skipped"][0]["skipped"]
 
 
 def test_a_dflash_draft_of_others_is_read(world: Path, tmp_path: Path) -> None:
@@ -288,18 +317,78 @@ def test_captured_answers_are_replayed_as_they_would_be_decoded(world: Path, tmp
     assert (tmp_path / "report" / "report.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_replay_that_differs_from_real_decoding_is_an_error(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def not_greedy(record: dict[str, Any]) -> None:
+    record["input_ids"][-3] = 5 if int(record["input_ids"][-3]) != 5 else 6  # not what the target says
+
+
+def with_a_hole(record: dict[str, Any]) -> None:
+    record["loss_mask"][-4] = 0
+
+
+def with_other_states(record: dict[str, Any]) -> None:
+    record["hidden_states"] = torch.randn_like(record["hidden_states"])
+
+
+@pytest.mark.parametrize(
+    ("change", "live", "named"),
+    [
+        (not_greedy, [], "token 17 of the answer is not the target's greedy choice"),
+        (with_a_hole, [], "its loss mask has 2 runs"),
+        (with_other_states, ["--live", 1], "decoding gave"),
+    ],
+)
+def test_a_record_whose_replay_would_be_false_is_an_error(
+    change: Any, live: list[Any], named: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     features = tmp_path / "features"
     shutil.copytree(world / "features", features)
-    path = min(features.iterdir())
+    path = max(features.glob("*.ckpt"), key=lambda each: len(torch.load(each)["input_ids"]))
     record = torch.load(path)
-    record["input_ids"][-3] = 5 if int(record["input_ids"][-3]) != 5 else 6  # not what the target says
+    change(record)
+    for other in features.glob("*.ckpt"):
+        other.unlink()
     torch.save(record, path)
-    captured = ["--sets", f"captured={features}", "--max-new-tokens", 20, "--live", 1]
+    captured = ["--sets", f"captured={features}", "--max-new-tokens", 20, *live]
     assert evaluate(words(world, tmp_path / "out", *captured)) == 2
-    assert path.stem in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert named in said and path.stem in said
+
+
+def test_captured_answers_of_any_length_are_replayed(world: Path, tmp_path: Path) -> None:
+    """Longer than --max-new-tokens: cut; of one token: no round, and no word in the result."""
+    features = tmp_path / "features"
+    shutil.copytree(world / "features", features)
+    path = min(features.glob("*.ckpt"))
+    record = torch.load(path)
+    whole = int(record["loss_mask"].argmax()) + 1
+    for name in ("input_ids", "loss_mask"):
+        record[name] = record[name][:whole]
+    for name in ("hidden_states", "target_last_hidden_states"):
+        record[name] = record[name][:, :whole]
+    torch.save(record, path)
+    captured = ["--sets", f"captured={features}", "--max-new-tokens", 10, "--live", ANSWERS]
+    assert evaluate(words(world, tmp_path / "out", *captured)) == 0
+    lengths = {r["prompt"]: len(r["trace"]["ids"]) - r["trace"]["prompt"] for r in records_of(tmp_path / "out")}
+    assert lengths.pop(path.stem) == 1 and set(lengths.values()) <= set(range(2, 11)) and 10 in lengths.values()
+    result = result_of(tmp_path / "out")
+    assert result["chat_template"] is None, "the records' prompts were rendered by somebody else"
+    assert result["sets"]["features"]["answers"] == "recorded"
+
+
+def test_only_the_same_is_compared(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    captured = ["--sets", f"captured={world / 'features'}", "--max-new-tokens", 20]
+    assert evaluate(words(world, tmp_path / "refined", *captured, "--limit", 3)) == 0
+    unrefined = [*captured, "--variant", "unrefined"]
+    others = {
+        "more": (words(world, tmp_path / "more", *unrefined, "--limit", 4), "different prompts"),
+        "warm": (words(world, tmp_path / "warm", *unrefined, "--limit", 3, "--temperature", 1), "in temperature"),
+        "plain": (words(world, tmp_path / "plain", *captured, "--limit", 3, draft=DRAFTS[2]), "in draft"),
+    }
+    for name, (arguments, named) in others.items():
+        assert evaluate(arguments) == 0
+        folders = [f"refined={tmp_path / 'refined'}", f"unrefined={tmp_path / name}"]
+        assert report(["--evaluations", *folders, "--out", str(tmp_path / "report")]) == 2
+        assert named in capsys.readouterr().err
 
 
 def test_an_unfinished_evaluation_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,10 +86,14 @@ def test_greedy_answers_are_the_targets_own_whatever_proposes(target: Qwen3ForCa
     assert {r.accepted for r in traces["right at first"].rounds} == set(range(M + 1))
 
 
-def test_in_bfloat16_every_token_is_the_verifying_forwards_own_argmax() -> None:
+@pytest.mark.parametrize("kind", ["scripted", "draft"])
+def test_in_bfloat16_every_token_is_the_verifying_forwards_own_argmax(kind: str) -> None:
     """Two forwards of different lengths round differently there, so plain decoding is no reference."""
     model = tiny_target(VOCAB).bfloat16()
     drafter = scripts(model)["right at first"]
+    if kind == "draft":
+        drafter = tiny_drafter(model)
+        drafter.draft.bfloat16()
     best: list[Tensor] = []
     inner = verifier(model)
 

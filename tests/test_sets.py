@@ -107,6 +107,10 @@ def test_conversations_of_data_prep(tmp_path: Path) -> None:
     path = write(tmp_path / "heldout.jsonl", [{"id": "c-1", "source": "x", "messages": messages}])
     (prompt,) = open_set(f"prompts={path}").prompts
     assert (prompt.name, prompt.system, prompt.turns) == ("c-1", "Be brief.", ("One?", "Two?"))
+    odd = [{"messages": None}, {"id": None, "prompt": "a"}, {"id": None, "prompt": "b"}]
+    found = open_set(f"prompts={write(tmp_path / 'odd.jsonl', odd)}")
+    assert [prompt.name for prompt in found.prompts] == ["prompt-2", "prompt-3"]
+    assert [skip["line"] for skip in found.skipped] == [1]
     with pytest.raises(SetError, match="ids repeat"):
         open_set(f"prompts={write(path, [{'id': 'c-1', 'messages': messages}] * 2)}")
 

@@ -64,6 +64,7 @@ def test_cpu_command(tmp_path: Path) -> None:
     flags = parsed(server)
     assert (flags.model_path, flags.port, flags.dtype, flags.device) == ("/models/t", server.port, "float32", "cpu")
     assert (flags.max_total_tokens, flags.max_running_requests, flags.tp_size) == (4096, 8, 1)
+    assert flags.mem_fraction_static >= 0.5, "a job that takes 10 % of the memory meanwhile must not stop the server"
     assert flags.disable_radix_cache
     assert flags.chunked_prefill_size == -1
     assert server.environment["SGLANG_USE_CPU_ENGINE"] == "1"

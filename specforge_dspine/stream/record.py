@@ -77,6 +77,10 @@ class Sample:
             raise ValueError(f"loss_mask holds {sorted(set(self.loss_mask))}; only 0 and 1 are allowed")
 
 
+PLAIN_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+"""Config fields that change logits behind the LM head (Gemma 2, Cohere, Granite), and when they do not."""
+
+
 @dataclass(frozen=True)
 class TargetIdentity:
     """The target whose states are captured; server and run must agree on every field.
@@ -97,13 +101,20 @@ class TargetIdentity:
         """Reads the sizes from the model's Hugging Face config (its text part, if it has several).
 
         Raises:
-            ValueError: a layer id that cannot be captured, or a dtype that is not a float type.
+            ValueError: a layer id that cannot be captured, a dtype that is not a float type, or a target whose
+                logits are not LM head × final state.
         """
         from transformers import AutoConfig  # not at the top: the plugin imports this module
 
         if getattr(torch, dtype, None) not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype = {dtype!r}: use float32, bfloat16 or float16")
         text = AutoConfig.from_pretrained(model_path).get_text_config()
+        for name, plain in PLAIN_LOGITS.items():
+            if getattr(text, name, None) not in (None, plain):
+                raise ValueError(
+                    f"{model_path}: its config has {name} = {getattr(text, name)}, so its logits are not LM head × "
+                    "final state, and a teacher made of these would be another model; such targets are not supported"
+                )
         return cls(
             model_path=str(model_path),
             num_layers=text.num_hidden_layers,

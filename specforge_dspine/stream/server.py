@@ -51,7 +51,8 @@ COMMON_FLAGS = ["--host", "127.0.0.1", "--skip-tokenizer-init", "--skip-server-w
 CPU_FLAGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-decode-cuda-graph"),
-    *("--mem-fraction-static", "0.1"),
+    # Memory that other processes take while the weights load counts against it; the cache has its own bound.
+    *("--mem-fraction-static", "0.8"),
 ]
 GPU_FLAGS = ["--enforce-disable-flashinfer-allreduce-fusion"]
 
