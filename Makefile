@@ -26,7 +26,7 @@ demo: $(READY)
 demo-long: $(READY)
 	$(BIN)/python -m specforge_dspine.demo --recipe recipes/smollm2_cpu_long.yaml --out runs/demo-long --prompts 600
 
-# Seven variants with three seeds each on the same captured features, and a report: about two hours on two quiet cores.
+# Seven variants with three seeds each on the same captured features, and a report: 102 minutes on two busy cores.
 # The same command continues what was stopped.
 ABLATION := runs/ablation
 ABLATION_RECIPE := recipes/smollm2_cpu_ablation.yaml

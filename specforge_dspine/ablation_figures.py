@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+LEAST = 1e-4  # of a logarithmic axis
 LABELS = {"ce": "backbone's cross-entropy", "tau": "simulated τ, teacher forced"}
 
 
@@ -36,8 +37,9 @@ def positions(report: dict[str, Any], axes: list[Axes]) -> None:
     """Share of rounds that accepted up to a position, all sets together."""
     for variant, entry in report["variants"].items():
         shares = np.array(entry["acceptance_by_position"], dtype=float)  # None: no round got there
-        banded(axes[0], list(range(1, shares.shape[1] + 1)), np.maximum(shares, 1e-4), variant)
-    axes[0].set(title="share of rounds accepted up to position", xlabel="position in the block", yscale="log")
+        banded(axes[0], list(range(1, shares.shape[1] + 1)), np.maximum(shares, LEAST), variant)
+    title = f"share of rounds accepted up to position (none: drawn at {LEAST})"
+    axes[0].set(title=title, xlabel="position in the block", yscale="log")
 
 
 def by_set(report: dict[str, Any], axes: list[Axes]) -> None:
@@ -55,7 +57,7 @@ def by_set(report: dict[str, Any], axes: list[Axes]) -> None:
             axes[0].plot(
                 [place] * len(each["per_seed"]), each["per_seed"], ".", color="black", markersize=3, alpha=0.6
             )
-    axes[0].set(title="τ by set: 95 % interval, and each seed", xticks=range(len(sets)), xticklabels=sets)
+    axes[0].set(title="τ by set: 95 % interval, and each seed", ylabel="τ", xticks=range(len(sets)), xticklabels=sets)
 
 
 def cost(report: dict[str, Any], axes: list[Axes]) -> None:
