@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from features import write_features
+from features import write_answers, write_features
 from reports import recomputed_tau
 from runs import assert_same_run, kill_group, metrics, wait_until
-from small import save_tokenizer, tiny_recipe, write_samples
+from small import save_tokenizer, tiny_recipe
 from targets import build_qwen3
 
 from specforge_dspine import ablation_report
@@ -46,7 +46,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ablate")
     target = save_tokenizer(build_qwen3(root / "target"))
     for name, samples, seed in (("features", 12, 0), ("near", 4, 5), ("far", 3, 6)):
-        write_features(target, write_samples(root / f"{name}.jsonl", samples, seed=seed), root / name, LAYERS)
+        answers = write_answers(target, root / f"{name}.jsonl", samples, tokens=20, seed=seed)
+        write_features(target, answers, root / name, LAYERS)
     document = tiny_recipe(
         target,
         root / "unused",

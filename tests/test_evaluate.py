@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from features import write_features
+from features import generate, write_answers, write_features
 from reports import check_report
-from small import save_tokenizer, tiny_recipe, write_samples
+from small import save_tokenizer, tiny_recipe
 from targets import EOS, build_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,13 +33,6 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] }} w7 {{ m['content'] }} {% e
 NEW, PROMPTS, ANSWERS = 16, 5, 12
 
 
-def generate(model: Any, prompt: list[int], count: int) -> list[int]:
-    """The target's plain greedy answer."""
-    ids = torch.tensor([prompt])
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}  # words may be id 0
-    return model.generate(ids, max_new_tokens=count, **options)[0, len(prompt) :].tolist()
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target that chats, its own greedy answers with their states, a draft trained on them for a few steps, a plain
@@ -49,15 +42,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(target)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(target)
-    prompts = write_samples(root / "prompts.jsonl", ANSWERS)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    with open(root / "answers.jsonl", "w", encoding="utf-8") as stream:
-        for line in prompts.read_text().splitlines():
-            prompt = json.loads(line)["input_ids"][:8]
-            answer = generate(model, prompt, 20)
-            mask = [0] * 8 + [1] * len(answer)
-            stream.write(json.dumps({"input_ids": prompt + answer, "loss_mask": mask}) + "\n")
-    write_features(target, root / "answers.jsonl", root / "features", LAYERS)
+    answers = write_answers(target, root / "answers.jsonl", ANSWERS, tokens=20)
+    write_features(target, answers, root / "features", LAYERS)
     for name, method in (
         ("run", {}),
         ("plain", {"injection": False, "alignment": "off", "causal": False}),
