@@ -18,16 +18,26 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def unwinding_signals() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into ``Interrupted``; later ones are ignored while cleaning up."""
+    """Turn the first SIGINT or SIGTERM into ``Interrupted``; later ones are ignored while cleaning up.
+
+    Libraries on the way may catch it and raise an error of their own (SpecForge's acknowledgement does): it is the
+    interruption that leaves the context all the same.
+    """
+    received: list[Interrupted] = []
 
     def unwind(signum: int, _frame: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(signum)
+        received.append(Interrupted(signum))
+        raise received[0]
 
     before = {each: signal.signal(each, unwind) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except BaseException as error:
+        if received and error is not received[0]:
+            raise received[0] from error
+        raise
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
