@@ -91,11 +91,16 @@ def open_ledger(
     Raises:
         LedgerError: an output is an input, or another output.
     """
+    files = [each.name for each in inputs.found]
+    roots = [Path(name) for name in options.input if Path(name).is_dir()]
+    folders = {
+        str(parent) for name in files for parent in Path(name).parents if any(r in parent.parents for r in roots)
+    }
     return Ledger(
         [options.output, *further],
         command,
         {"files": inputs.identities, "limit": options.limit, "code": code_version(), **depends},
-        reads=[*options.input, *(each.name for each in inputs.found), *reads],
+        reads=[*(name for name in options.input if Path(name).exists()), *files, *folders, *reads],
         overwrite=options.overwrite,
     )
 
@@ -114,8 +119,11 @@ def perform(
     for path in ignored:
         print(f"not read: {path}", file=sys.stderr)
     with ledger:
-        facts = dict(work(ledger))
-        summary = ledger.finish(facts.pop("rows_in"), facts, rows_kept=facts.pop("rows_kept", None))
+        ended = ledger.ended()
+        if ended is None:
+            facts = dict(work(ledger))
+            ended = {"rows_in": facts.pop("rows_in"), "rows_kept": facts.pop("rows_kept", None), "facts": facts}
+        summary = ledger.finish(**ended)
     dropped = summary["rows_dropped"]
     for reason, number in list(dropped.items())[:SHOWN_REASONS]:
         print(f"dropped {number}: {reason}", file=sys.stderr)

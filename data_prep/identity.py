@@ -13,7 +13,10 @@ from data_prep.files import file_sha256
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    "generation_config.json",  # which tokens end an answer
+)
 
 RENDERERS = ("transformers", "tokenizers", "jinja2")
 """Packages that make token ids of messages."""

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from data_prep.entries import Chunk, Table
 from data_prep.files import file_sha256, printable
-from data_prep.reading import PACKED_SUFFIXES, SUFFIXES, TABLE_ROWS, describe, file_chunks, guarded, odd_file
+from data_prep.reading import PACKED_SUFFIXES, SUFFIXES, TABLE_ROWS, describe, file_chunks, odd_file, readable
 from data_prep.sources import PACKAGES, hub_table
 
 SAVED_MARKS = ("dataset_dict.json", "state.json")
@@ -186,7 +186,7 @@ def _table(name: str, table: Any) -> Input:
             yield Table(name, row, part)
             row += len(part)
 
-    return Input(name, f"datasets {table._fingerprint}", lambda: guarded(name, chunks()))
+    return Input(name, f"datasets {table._fingerprint}", lambda: readable(name, chunks()))
 
 
 def rows_of(inputs: Inputs) -> Iterator[tuple[str, int | None, Any]]:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from data_prep.files import file_sha256, replacing, to_line
 from data_prep.inputs import difference
 
+ENDED = "ended"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS kept (place INTEGER PRIMARY KEY, output INTEGER, key INTEGER, line BLOB);
@@ -38,6 +39,14 @@ PRAGMA cache_size = -65536;
 
 class LedgerError(ValueError):
     """The output belongs to another job, or cannot be written; the message says what to do."""
+
+
+class OtherInputs(LedgerError):
+    """What is there was made from other inputs."""
+
+
+class Damaged(LedgerError):
+    """What is there cannot be read, now or later."""
 
 
 class AnotherProcess(LedgerError):
@@ -153,9 +162,7 @@ class Ledger:
         """
         try:
             self._begin()
-        except AnotherProcess:
-            raise
-        except LedgerError:
+        except (OtherInputs, Damaged):
             if not self.overwrite:
                 raise
             for path in (self._partial_path, self._journal_path):
@@ -219,6 +226,11 @@ class Ledger:
         """The rows kept so far, in their order, as JSON values."""
         return (json.loads(line) for (line,) in self.db.execute("SELECT line FROM kept ORDER BY place"))
 
+    def ended(self) -> dict[str, Any] | None:
+        """The arguments of a :meth:`finish` that could not write its files: all rows are there, none is to come."""
+        found = self.fact(ENDED)
+        return found if found is None else dict(found)
+
     def counts(self) -> tuple[int, dict[str, int]]:
         """Rows kept, and rows dropped by reason, most first."""
         (kept,) = self.db.execute("SELECT COUNT(*) FROM kept").fetchone()
@@ -244,6 +256,7 @@ class Ledger:
         kept = kept if rows_kept is None else rows_kept
         if rows_in != kept + sum(dropped.values()):
             raise RuntimeError(f"{rows_in} rows came in, {kept} were kept and {sum(dropped.values())} dropped")
+        self.set_fact(ENDED, {"rows_in": rows_in, "facts": dict(facts), "rows_kept": rows_kept})
         self.commit()
         written = {
             path: f"SELECT line FROM kept WHERE output = {number} ORDER BY place"
@@ -294,7 +307,7 @@ class Ledger:
             if was.get(name) != self._inputs.get(name)
         ]
         if changed:
-            raise LedgerError(f"{self.output} is from other inputs: {'; '.join(changed)}. To go on, {self._advice}")
+            raise OtherInputs(f"{self.output} is from other inputs: {'; '.join(changed)}. To go on, {self._advice}")
 
     def _open(self) -> sqlite3.Connection:
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -311,8 +324,11 @@ class Ledger:
                 raise AnotherProcess(
                     f"another process is writing {self.output}; wait for it or name another file"
                 ) from None
+            if "not a database" in str(error):
+                raise Damaged(f"{self._partial_path}: {error}; {self._advice}") from error
             raise LedgerError(
-                f"{self._partial_path}: {error} (no permission, or damaged?); {self._advice}"
+                f"{self._partial_path}: {error} (no permission, no room, or damaged?). Mend that, and the same "
+                "command continues"
             ) from error
         return db
 

@@ -6,6 +6,7 @@ cannot be read comes as an odd row in place of an entry, with its line, and does
 
 from __future__ import annotations
 
+import errno
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,6 +37,9 @@ PEEKED_LINES = 3
 """Lines by which a file of one entry per line is told from one long JSON value."""
 
 LINE_SUFFIXES, TABLE_SUFFIX = (".jsonl", ".ndjson"), ".parquet"
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of the machine, not of the file that meets them."""
+
 PACKED_SUFFIXES = (".gz", ".zst")
 SUFFIXES = (".json", *LINE_SUFFIXES, TABLE_SUFFIX)
 
@@ -58,17 +62,28 @@ def describe(error: Exception) -> str:
 def file_chunks(path: Path) -> Iterator[Chunk]:
     """All of a file, chunk by chunk; what cannot be read is in it as odd rows."""
     source = printable(path)
-    return guarded(source, _table_chunks(path, source) if path.suffix == TABLE_SUFFIX else _text_chunks(path, source))
+    return readable(
+        source, _table_chunks(path, source) if path.suffix == TABLE_SUFFIX else _text_chunks(path, source)
+    )
 
 
-def guarded(source: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The chunks, and an odd row in place of those that an error keeps from being read."""
+def readable(source: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The chunks, and an odd row in place of those that an error of the file keeps from being read.
+
+    Raises:
+        OSError, MemoryError: the machine is at its end, which is no fault of the file.
+    """
     has_any = False
     try:
         for chunk in chunks:
             yield chunk
             has_any = True
+    except MemoryError:
+        raise
     except Exception as error:  # libraries raise what they like, and one file is not to end the job
+        if isinstance(error, OSError) and error.errno in EXHAUSTED:
+            advice = "raise the limit (ulimit -n), or leave --in-turn out; the same command continues"
+            raise OSError(error.errno, f"{error.strerror}: {advice}", source) from error
         yield _broken_off(source, None, error) if has_any else odd_file(source, error)
 
 

@@ -86,6 +86,9 @@ class SampleMaker:
         self._options = options
         self.tokenizer = tokenizer
         self.end_ids = end_ids(options.target, tokenizer)
+        pad = tokenizer.pad_token_id
+        self._padding = None if pad in self.end_ids else pad  # many targets end with their pad token
+        self._markers = frozenset(tokenizer.all_special_ids) - self.end_ids
         self._ends = [str(self.tokenizer.convert_ids_to_tokens(token)) for token in sorted(self.end_ids)]
 
     def samples(self, source: str, entry: Any) -> Iterator[dict[str, Any] | OddEntry]:
@@ -124,6 +127,9 @@ class SampleMaker:
             raise OddEntry("an answer of another target", f"{target!r}, not {self._options.fingerprint!r}")
         if finish not in FINISHES:
             raise OddEntry("unknown finish", f"{finish!r}: stop or length, or none if nobody knows")
+        ends = [at for at, token in enumerate(lists[1]) if token in self.end_ids]
+        if ends and set(lists[1][ends[0] + 1 :]) - {self._padding}:
+            raise OddEntry("an end token inside of the answer", f"at place {ends[0]} of {len(lists[1])} ids")
         name, origin = record.get("id"), record.get("source")
         return self._sample(
             name if isinstance(name, str) and name else row_id(source, key_of(str(lists))),
@@ -143,6 +149,9 @@ class SampleMaker:
         )
         if not self.end_ids.isdisjoint(output[:-1]):
             raise OddEntry("an end token inside of the answer", f"{rendered.completion[-60:]!r}")
+        if marks := self._markers.intersection(output):
+            names = ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(sorted(marks))))
+            raise OddEntry("the template's markers inside of the answer", f"{names}; they would be taught as tokens")
         finish = "stop" if output and output[-1] in self.end_ids else "length"
         return self._sample(name, source, prompt, output, origin="elsewhere", finish=finish)
 
@@ -159,9 +168,7 @@ class SampleMaker:
             raise OddEntry("the prompt exceeds the maximum length", f"{len(prompt)} of {self._options.max_length}")
         cut = max(0, len(output) - room)
         output = output[:room]
-        pad = self.tokenizer.pad_token_id
-        padding = pad if pad not in self.end_ids else None  # many targets end with their pad token
-        answer_mask = [int(token != padding) for token in output]
+        answer_mask = [int(token != self._padding) for token in output]
         if sum(answer_mask) < MIN_SUPERVISED:
             raise OddEntry(f"fewer than {MIN_SUPERVISED} supervised tokens", f"{sum(answer_mask)}")
         sample = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from data_prep.command import perform
 from data_prep.ledger import Ledger, LedgerError, read_kept_keys
 
 INPUTS = {"target": "abc", "max_length": 512, "thinking": None}
@@ -156,6 +157,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
+from data_prep.command import perform
 from data_prep.ledger import Ledger
 with Ledger([Path({out!r})], "test", {inputs!r}) as ledger:
     ledger.keep(b"committed\\n", key=2**64 - 1)
@@ -245,3 +247,45 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
 def test_a_lost_table_is_not_hidden(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="no such table"), open_ledger(tmp_path / "out.jsonl"):
         raise sqlite3.OperationalError("no such table: bands")
+
+
+@pytest.mark.parametrize("command", ["prompts", "inspect"])
+def test_a_job_whose_files_could_not_be_written_finishes_without_its_rows_twice(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows are in the ledger then, and so is that they are all."""
+    ledger, out = Ledger([tmp_path / "out"], command, {}), tmp_path / "out"
+    work = {"calls": 0}
+
+    def once(opened: Ledger) -> dict[str, int]:
+        work["calls"] += 1
+        keep(opened, *(str(number) for number in range(50)))
+        return {"rows_in": 50}
+
+    (tmp_path / ".out.new").mkdir()
+    with pytest.raises(LedgerError, match="the same command finishes the work"):
+        perform(ledger, once)
+    (tmp_path / ".out.new").rmdir()
+    assert perform(Ledger([out], command, {}), once).startswith("50 rows read, 50 kept")
+    assert work["calls"] == 1 and len(out.read_text().splitlines()) == 50
+
+
+def test_overwrite_keeps_a_partial_file_that_merely_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with Ledger([out], "x", {}) as ledger:
+        keep(ledger, "a", "b")
+        ledger.commit()
+    again = Ledger([out], "x", {}, overwrite=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            sqlite3, "connect", lambda *_, **__: (_ for _ in ()).throw(sqlite3.OperationalError("disk I/O error"))
+        )
+        with pytest.raises(LedgerError, match="disk I/O error"), again:
+            pass
+    with again as ledger:
+        assert len(list(ledger.kept())) == 2
+    Path(f"{out}.partial").write_bytes(b"no database at all, but long enough to be looked at" * 100)
+    with again as ledger:
+        assert not list(ledger.kept()), "what nobody can ever read is discarded"

@@ -166,6 +166,8 @@ def test_records_are_taken_as_they_are(smollm2: Path) -> None:
         ({"output_ids": [8, 288, 2]}, "ids outside of the vocabulary"),
         ({"prompt_ids": [-1]}, "ids outside of the vocabulary"),
         ({"prompt_ids": [2**40]}, "ids outside of the vocabulary"),
+        ({"output_ids": [8, 2, 9, 2]}, "an end token inside of the answer"),
+        ({"output_ids": [8, 9, 2, 2]}, "an end token inside of the answer"),
         ({"finish": "abort"}, "unknown finish"),
         ({"finish": ["stop"]}, "unknown finish"),
     ],
