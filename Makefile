@@ -28,15 +28,14 @@ demo-long: $(READY)
 
 # Seven variants with three seeds each on the same captured features, and a report: 102 minutes on two busy cores.
 # The same command continues what was stopped.
-ABLATION := runs/ablation
 ABLATION_RECIPE := recipes/smollm2_cpu_ablation.yaml
 ABLATION_SETS := heldout mt-bench human-eval
-ablation: $(ABLATION)/data/seconds.json
-	$(BIN)/python -m specforge_dspine.ablate --recipe $(ABLATION_RECIPE) --out $(ABLATION) \
-		--sets $(ABLATION_SETS:%=captured=$(ABLATION)/data/%) --max-new-tokens 64 --limit 24
+ablation: runs/ablation/data/seconds.json
+	$(BIN)/python -m specforge_dspine.ablate --recipe $(ABLATION_RECIPE) --out runs/ablation \
+		--sets $(ABLATION_SETS:%=captured=runs/ablation/data/%) --max-new-tokens 64 --limit 24
 
-$(ABLATION)/data/seconds.json: | $(READY)
-	$(BIN)/python -m specforge_dspine.preparation --recipe $(ABLATION_RECIPE) --out $(ABLATION)/data --prompts 400 \
+runs/ablation/data/seconds.json: | $(READY)
+	$(BIN)/python -m specforge_dspine.preparation --recipe $(ABLATION_RECIPE) --out runs/ablation/data --prompts 400 \
 		--benchmarks mt-bench human-eval --capture train $(ABLATION_SETS)
 
 # A training step against SpecForge's own, and the objective's memory. About four minutes; keep the machine quiet.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -42,7 +43,7 @@ from specforge_dspine.metrics import METRICS_FILE
 from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
 from specforge_dspine.reference import read_json
 from specforge_dspine.results import RESULT
-from specforge_dspine.rundir import write_json
+from specforge_dspine.rundir import exclusive, write_json
 from specforge_dspine.sets import SYNTAX
 from specforge_dspine.signals import Interrupted, unwinding_signals
 from specforge_dspine.stages import StageFailed, Stages, together
@@ -139,6 +140,22 @@ def inputs_of(recipe: Recipe, overridden: dict[str, dict[str, Any]], options: ar
     }
 
 
+def check_apart(overridden: dict[str, dict[str, Any]]) -> None:
+    """Are the variants different trainings, and is the full one full?
+
+    Raises:
+        ValueError: two are the same, or the recipe itself is a variant.
+    """
+    seen: dict[str, str] = {}
+    for name, section in overridden.items():
+        twin = seen.setdefault(json.dumps(section, sort_keys=True), name)
+        if twin != name:
+            raise ValueError(
+                f"variants {twin} and {name} are the same training with this recipe; give --variants without one of "
+                "them, or a recipe whose dspine section leaves the method whole"
+            )
+
+
 def claim(out: Path, inputs: dict[str, Any]) -> None:
     """Make ``out`` this ablation's, or add the variants that are new to it.
 
@@ -179,11 +196,12 @@ def train(stages: Stages, recipe: Path, variant: Variant, place: Place, threads:
     started = bool(checkpoint_folders(place.run)) or (log.exists() and log.stat().st_size > 0)
     run_id = f"{variant.name}-seed{place.seed}"
     if started:
-        try:
-            newest_complete(place.run, run_id)
-        except RecipeError:  # the kill came while the first checkpoint was written
-            shutil.rmtree(place.run)
-            started = False
+        with exclusive(place.run):
+            try:
+                newest_complete(place.run, run_id)
+            except RecipeError:  # the kill came while the first checkpoint was written
+                shutil.rmtree(place.run)
+                started = False
     stages.run(
         "specforge_dspine.train",
         *("--recipe", recipe, *variant.overrides, f"training.seed={place.seed}"),
@@ -233,7 +251,21 @@ def ablate(options: argparse.Namespace) -> None:
     variants = parse_variants(options.variants)
     recipe = load_recipe(options.recipe)
     overridden = {each.name: load_recipe(options.recipe, each.overrides).resolved()["dspine"] for each in variants}
-    claim(options.out, inputs_of(recipe, overridden, options))
+    check_apart(overridden)
+    if len(set(options.seeds)) < len(options.seeds):
+        raise ValueError(f"--seeds {' '.join(map(str, options.seeds))}: a seed occurs twice")
+    inputs = inputs_of(recipe, overridden, options)
+    with exclusive(options.out):
+        claim(options.out, inputs)
+        compare(options, recipe, variants)
+
+
+def compare(options: argparse.Namespace, recipe: Recipe, variants: Sequence[Variant]) -> None:
+    """Train, evaluate and report, as far as that is not done.
+
+    Raises:
+        StageFailed: a training, an evaluation or the report failed.
+    """
     # Seed by seed: an ablation that is stopped has compared all variants.
     chosen = [
         (each, Place(options.out, each.name, seed)) for seed, each in itertools.product(options.seeds, variants)

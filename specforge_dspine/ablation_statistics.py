@@ -5,8 +5,9 @@ With n_p tokens and m_p rounds of prompt p, for one set and one seed, and S seed
     τ_set = 1/S Σ_seeds (Σ_p n_p / Σ_p m_p),    τ = mean over sets of τ_set,    d(a, b) = τ(a) − τ(b)
 
 Intervals draw prompts of each set with replacement, and seeds. A draw is the same for every variant, so that
-differences are paired: the same prompts, the same seeds. Few seeds understate what other seeds would do: a bootstrap
-over S of them has (S − 1)/S of the variance. So an ordering is only called shown if every single seed agrees as well.
+differences are paired: the same prompts, the same seeds. A bootstrap over few seeds understates what other seeds
+would do (over S of them it has (S − 1)/S of the variance, and no wide tails), so an ordering is only called shown if
+Student's 95 % interval over the seeds' differences, with S − 1 degrees of freedom, leaves 0 out as well.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import t
 
-from specforge_dspine.acceptance import BOOTSTRAP, quantiles
+from specforge_dspine.acceptance import BOOTSTRAP, LEVEL, by_prompt, quantiles
 from specforge_dspine.rounds import Trace
 
 Counts = dict[str, np.ndarray]
@@ -41,19 +43,16 @@ def count(traces: Sequence[Sequence[Trace]]) -> np.ndarray:
     """Tokens and rounds [S, P, 2] by prompt, from the answers of each seed to one set.
 
     Raises:
-        ValueError: two seeds answered different prompts.
+        ValueError: two seeds answered different prompts, or none has an answer with a round.
     """
-    sums: list[dict[str, np.ndarray]] = []
-    for answers in traces:
-        own: dict[str, np.ndarray] = {}
-        for trace in answers:  # the turns of a conversation belong together
-            own[trace.name] = own.get(trace.name, 0) + np.array([trace.tokens, len(trace.rounds)])
-        sums.append(own)
-    names = sorted(sums[0])
-    if any(sorted(own) != names for own in sums):
+    sums = [by_prompt(answers) for answers in traces]
+    names = list(sums[0])
+    if any(list(own) != names for own in sums):
         raise ValueError(
             "evaluations to be compared hold different prompts; evaluate the same sets with the same limit"
         )
+    if not names:
+        raise ValueError("a set holds no answer of two tokens or more, and so no round; leave it out")
     return np.array([[own[name] for name in names] for own in sums], dtype=float)
 
 
@@ -92,7 +91,13 @@ def taus(counts: Counts) -> dict[str, Tau]:
 
 
 def differences(a: Counts, b: Counts) -> dict[str, Tau]:
-    """τ(a) − τ(b) of each set, and under "" of their mean; seeds and prompts of both are the same."""
+    """τ(a) − τ(b) of each set, and under "" of their mean; seeds and prompts of both are the same.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if {name: each.shape for name, each in a.items()} != {name: each.shape for name, each in b.items()}:
+        raise ValueError("two variants hold different prompts or seeds; evaluate the same sets with the same limit")
     draws = drawn(a), drawn(b)
     seeds = seeds_of(a), seeds_of(b)
     found = {}
@@ -103,13 +108,14 @@ def differences(a: Counts, b: Counts) -> dict[str, Tau]:
 
 
 def verdict(difference: Tau) -> str:
-    """Is a above b? Its interval has to leave 0 out, and every seed has to agree, of at least two."""
-    low, high = difference.interval
-    if len(difference.per_seed) < 2:
+    """Is a above b? Both of its intervals have to leave 0 out: over prompts and seeds, and over seeds alone."""
+    seeds = np.array(difference.per_seed)
+    if len(seeds) < 2:
         return UNRESOLVED
-    if low > 0 and min(difference.per_seed) > 0:
+    slack = float(t.ppf((1 + LEVEL) / 2, len(seeds) - 1) * seeds.std(ddof=1) / len(seeds) ** 0.5)
+    if min(difference.interval[0], seeds.mean() - slack) > 0:
         return SHOWS
-    if high < 0 and max(difference.per_seed) < 0:
+    if max(difference.interval[1], seeds.mean() + slack) < 0:
         return REVERSED
     return UNRESOLVED
 

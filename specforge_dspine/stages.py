@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 
 class StageFailed(RuntimeError):
@@ -24,6 +30,7 @@ class Stages:
         self.seconds: dict[str, float] = {}
         self.running: set[subprocess.Popen[bytes]] = set()
         self.ended = False
+        self._starting = threading.Lock()  # what starts while all are ended would be forgotten
 
     def __enter__(self) -> Stages:
         return self
@@ -33,7 +40,8 @@ class Stages:
 
     def end(self) -> None:
         """End the commands that are running; none starts any more."""
-        self.ended = True
+        with self._starting:
+            self.ended = True
         for process in list(self.running):
             process.terminate()  # a stage ends its own servers and says how to continue
             process.wait()
@@ -52,25 +60,34 @@ class Stages:
         Raises:
             StageFailed: it ended with an error, or all were ended.
         """
-        if self.ended:
-            raise StageFailed(f"python -m {module} was not started")
         words = [module, *map(str, arguments)]
         to = f" >> {shlex.quote(str(log))} 2>&1" if log else ""
         print(f"\n$ python -m {shlex.join(words)}{to}", flush=True)
         started = time.monotonic()
         # Idle threads that spin take the cores from the server beside them.
         environment = {"OMP_WAIT_POLICY": "PASSIVE"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-        with open(log, "ab") if log else contextlib.nullcontext() as stream:
+        with open(log, "ab") if log else contextlib.nullcontext() as stream, self._starting:
+            if self.ended:
+                raise StageFailed(f"python -m {module} was not started")
             process = subprocess.Popen(
-                [sys.executable, "-m", *words], env=os.environ | environment, stdout=stream, stderr=stream
+                [sys.executable, "-m", *words],
+                env=os.environ | environment,
+                stdout=stream,
+                stderr=stream,
+                preexec_fn=end_with_parent,
             )
-        self.running.add(process)
+            self.running.add(process)
         code = process.wait()
         self.running.discard(process)
         if code:
             said = f"; {log} ends with: {last_line(log)}" if log else ""
             raise StageFailed(f"python -m {module} ended with status {code}{said}")
         self.seconds[name or module] = round(time.monotonic() - started, 1)
+
+
+def end_with_parent() -> None:
+    """For a child that was just forked: SIGTERM when the thread that waits for it is gone, killed or not."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def last_line(log: Path) -> str:
@@ -84,8 +101,9 @@ def together(stages: Stages, jobs: Sequence[Callable[[], None]], at_once: int = 
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(job) for job in jobs]
         try:
-            for done in waiting:
-                done.result()
+            done, _ = wait(waiting, return_when=FIRST_EXCEPTION)
+            for each in done:
+                each.result()
         except BaseException:
             for job in waiting:
                 job.cancel()

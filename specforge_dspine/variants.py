@@ -17,10 +17,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PLAIN = (
-    "dspine.causal=off",
-    "dspine.injection=off",
-)  # DFlash's backbone; refinement and curriculum go with injection
+WITHOUT_INJECTION = ("dspine.injection=off", "dspine.refinement=off", "dspine.curriculum=off")
+PLAIN = ("dspine.causal=off", *WITHOUT_INJECTION)  # DFlash's backbone
 
 
 class Variant(NamedTuple):
@@ -35,11 +33,11 @@ VARIANTS = {
     for name, overrides in {
         "full": (),
         "no-refinement": ("dspine.refinement=off",),
-        "no-injection": ("dspine.injection=off",),
+        "no-injection": WITHOUT_INJECTION,
         "dflash": (*PLAIN, "dspine.alignment=off", "dspine.ce_weight=1.0"),
         "dflash-none": (*PLAIN, "dspine.alignment=off"),
         "dflash-ce": (*PLAIN, "dspine.alignment=ce"),
-        "dflash-cosine": PLAIN,
+        "dflash-cosine": (*PLAIN, "dspine.alignment=cosine"),
     }.items()
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of folders
@@ -61,6 +59,12 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
             raise ValueError(
                 f"variant {word!r}: NAME:key=value,key=value needs a name of its own (letters, digits and .-_), and "
                 "what to override"
+            )
+        others = [each for each in re.split(BETWEEN, overrides) if colon and not each.startswith("dspine.")]
+        if others:
+            raise ValueError(
+                f"variant {word!r}: {', '.join(others)} is none of the dspine section; data, target, seeds and "
+                "budget are the same for all variants, by the recipe"
             )
         if name in found:
             raise ValueError(f"variant {name!r} occurs twice")
