@@ -297,8 +297,8 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
         f"{inputs['max_new_tokens']} tokens an answer; sets: {sets}. Machine: {machines}.",
         "",
         f"Intervals are 95 %: {report['interval']}. Seeds are few, so each one's value is listed, and "
-        "an ordering \"shows\" only if its interval and Student's 95 % interval over the seeds' differences both leave "
-        '0 out; "reversed" is the same with the other sign; everything else is "not resolved".',
+        "an ordering \"shows\" only if its interval and Student's 95 % interval over the seeds' differences both "
+        'leave 0 out; "reversed" is the same with the other sign; everything else is "not resolved".',
     ]
     if report["not_finished"]:
         lines += ["", f"Not finished, and left out: {'; '.join(report['not_finished'])}."]
