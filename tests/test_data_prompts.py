@@ -525,3 +525,15 @@ def test_no_input_is_overwritten(tmp_path: Path) -> None:
 def asked_of(path: Path) -> str:
     (row,) = rows(path)
     return row["prompt"]
+
+
+def test_an_output_where_a_link_of_an_input_folder_leads_is_refused(tmp_path: Path) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    folder.mkdir(), other.mkdir()
+    (folder / "link").symlink_to(other)
+    write(folder / "a.jsonl", {"prompt": "a"})
+    write(other / "b.jsonl", {"prompt": "b"})
+    for out in (other / "out.jsonl", folder / "link" / "out.jsonl"):
+        with pytest.raises(SystemExit, match="all of which is read"):
+            choose(out, folder)
+    assert asked(choose(tmp_path / "out.jsonl", folder)) == ["a", "b"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
 import random
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import zstandard
 from datasets import Dataset, DatasetDict
 
 from data_prep import reading
-from data_prep.entries import OddEntry, Values
+from data_prep.entries import Chunk, OddEntry, Values
 from data_prep.inputs import difference, open_inputs, rows_of
-from data_prep.reading import file_chunks
+from data_prep.reading import file_chunks, readable
 from data_prep.splitting import Splitter
 
 PROMPTS = [{"prompt": f"Wörter {number}"} for number in range(40)]
@@ -424,3 +425,15 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(ValueError, match="not an ordinary file"):
         open_inputs([str(tmp_path / "a.jsonl")])
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), MemoryError()])
+def test_a_machine_at_its_end_is_no_fault_of_the_file(error: Exception) -> None:
+    def chunks() -> Iterator[Chunk]:
+        raise error
+        yield
+
+    with pytest.raises(type(error)) as found:
+        list(readable("a.jsonl", chunks()))
+    if isinstance(error, OSError):
+        assert "ulimit -n" in str(found.value) and "a.jsonl" in str(found.value)

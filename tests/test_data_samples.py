@@ -352,3 +352,16 @@ def test_the_key_covers_template_tokenizer_options_length_and_code(
     with pytest.raises(SystemExit, match="fingerprint was"):
         run(target, answers, out, *options)
     assert out.read_bytes() == before
+
+
+def test_another_end_token_is_another_job(tmp_path: Path) -> None:
+    """The generation config says which tokens end an answer (pitfall 15: a stale mask)."""
+    target = save_tokenizer(build_llama(tmp_path / "llama"))
+    answers, out = write(tmp_path / "answers.jsonl", record(target)), tmp_path / "out.jsonl"
+    further = ["--max-length", "64", "--mask-token-id", "250"]
+    run(target, answers, out, *further)
+    config = target / "generation_config.json"
+    known = json.loads(config.read_text()) if config.exists() else {}
+    config.write_text(json.dumps(known | {"eos_token_id": 77}))
+    with pytest.raises(SystemExit, match="tokenizer was"):
+        run(target, answers, out, *further)
