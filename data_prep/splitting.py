@@ -1,29 +1,33 @@
-"""Finds where the entries of a long JSON array begin and end, without parsing them, as the file streams by.
+"""Finds where the entries of a long JSON array begin and end as the file streams by.
 
-Entries are told apart by brackets and quotation marks, and parsing is left to others. An entry whose brackets and
-quotation marks cannot be right is passed over, up to the next place where one begins as the others do.
+1. Text whose brackets agree and that parses is an entry, whatever it looks like.
+2. Behind anything else reading goes on where the next entry begins as the others do: where a line has a known
+   indentation and then a known first key or, in a file whose entries share lines, at the next object that has a known
+   first key, is whole and has behind it what may follow an entry.
+3. If there is none, the rest of the file is one odd entry.
 """
 
 from __future__ import annotations
 
 import re
 
-from data_prep.beginnings import KEY, NESTED_KEY, Beginnings
-from data_prep.entries import OddEntry
+import orjson
 
-STRING_INSIDE = rb'(?:[^"\\\x00-\x1f]++|\\[^\x00-\x1f])*+'
+from data_prep.beginnings import INSIDE, KEY, NESTED_KEY, UNENDED_KEY, Beginnings
+from data_prep.entries import OddEntry, parse
+
 # Up to the next bracket: text, strings with a mark of punctuation behind them, colons.
 BRACKET = re.compile(
-    rb'(?:[^"\[\]{}:]++|"' + STRING_INSIDE + rb'"(?=\s*+[:,\]}])|:(?!\s*+(?:[\[{]|\Z)))*+'
+    rb'(?:[^"\[\]{}:]++|"' + INSIDE + rb'"(?=\s*+[:,\]}])|:(?!\s*+(?:[\[{]|\Z)))*+'
     rb"(?:([\]}])|(:\s*+)?([\[{]))?"
 )
-UNENDED = re.compile(rb'\Z|:\s*+\Z|"' + STRING_INSIDE + rb'(?:\\?|"\s*+)\Z')
-STRING = re.compile(rb'"' + STRING_INSIDE + rb'(?:(")|(\\?\Z))?')
+UNENDED = re.compile(rb'\Z|:\s*+\Z|"' + INSIDE + rb'(?:\\?|"\s*+)\Z')
+STRING = re.compile(rb'"' + INSIDE + rb'(?:(")|(\\?\Z))?')
 WORD = re.compile(rb'[^\s,\[\]{}"]++(\Z)?')
 BEGINNING = re.compile(rb"[^\s,]")
 SPACE = re.compile(rb"\s*+")
-# A comma and on the same line a key: the bracket before it was one too many. Group 1 is None if nobody knows yet.
-FIELD = re.compile(rb'\s*+,[ \t]*+(?:\Z|"' + STRING_INSIDE + rb'(?:\\?\Z|"\s*+(?:\Z|(:))))')
+# A comma and on the same line a key: the bracket before it was one too many. Without groups nobody knows yet.
+FIELD = re.compile(rb'\s*+,[ \t]*+(?:\Z|"(?:' + INSIDE + rb"\\?\Z|(" + INSIDE + rb')"\s*+(?:\Z|(:))))')
 LAST_END = re.compile(rb"\]\s*+\Z")
 
 SURPLUS = b",]}"
@@ -32,7 +36,7 @@ SURPLUS = b",]}"
 OPENERS = {b"]": b"[", b"}": b"{"}
 
 KEPT = 1 << 20
-"""Bytes of a broken entry that are kept for a look at them; an entry longer than that is checked for others in it."""
+"""Bytes of a broken entry that are kept for a look at them; as many are tried in vain before the rest is given up."""
 
 LEAD = 256
 """White space before an entry is known up to here."""
@@ -43,8 +47,8 @@ Text = tuple[int, bytes | OddEntry]
 class Splitter:
     """Gets a file's bytes block by block and returns the entries that are complete, with their lines.
 
-    A file that does not begin with ``[`` is taken for one value after another. What is broken comes as it is, up to
-    the next entry, or as an odd one if that is very long.
+    A file that does not begin with ``[`` is taken for one value after another. What does not parse comes as an odd
+    entry, up to the next one.
 
     Args:
         largest: bytes of an entry at most; beyond, a quotation mark or bracket must be missing.
@@ -57,19 +61,23 @@ class Splitter:
     def __init__(self, largest: int) -> None:
         self.is_open = False
         self.was_cut = False
-        self._largest = largest
+        self._largest = self._patience = largest
         self._known = Beginnings()
         self._has_arrays = self._begun = False
-        self._buffer = b"\n"  # so that the first entry begins on a line, too
-        self._line, self._counted = 0, 0  # the line at a place in the buffer
+        self._buffer = b""
+        self._offset = 0  # of the buffer in the file
+        self._line, self._counted = 1, 0  # the line at a place in the buffer
         self._at = 0  # up to here the buffer is understood
         self._stack: list[bytes] | None = None  # open brackets of the entry in progress
         self._start = 0  # of that entry
         self._lead, self._follows, self._is_first = b"", False, True  # what is before it: space, another entry
         self._is_broken = False
+        self._first_byte = 0  # of the entry in progress
         self._first_line, self._lost, self._reason = 0, 0, "not JSON"  # of a broken one
-        self._nested: set[bytes] = set()  # first keys of objects in it
-        self._nested_to = 0
+        self._nested: set[bytes] = set()  # first keys that objects within entries have, too
+        self._inside: set[bytes] = set()  # the same, of the broken entry
+        self._inside_to = 0
+        self._tried = 0  # bytes that looked like an entry and are none
 
     def feed(self, block: bytes) -> list[Text]:
         """The entries that ``block`` completes."""
@@ -93,8 +101,9 @@ class Splitter:
         keep = self._at if self._stack is None and not self._is_broken else self._start
         self._count(keep)
         self._buffer = self._buffer[keep:] + block
+        self._offset += keep
+        self._inside_to = max(0, self._inside_to - keep)
         self._at, self._start, self._counted = self._at - keep, self._start - keep, 0
-        self._nested_to = max(0, self._nested_to - keep)
         found: list[Text] = []
         while self._advance(found, ends):
             pass
@@ -113,9 +122,12 @@ class Splitter:
                 if pending > self._largest:
                     self._break(f"longer than {self._largest >> 20} MiB")
                 elif ends or (
-                    pending > KEPT and self._known.another_begins(self._buffer, self._start + 1, len(self._buffer))
+                    pending > self._patience
+                    and self._known.another_begins(self._buffer, self._start + 1, len(self._buffer))
                 ):
                     self._break()
+                if self._is_broken and pending > KEPT:
+                    self._patience = KEPT  # else many entries without end would each be followed that far
                 return self._is_broken
             if not whole:
                 self._break()
@@ -123,9 +135,7 @@ class Splitter:
         goes_on = self._goes_on(self._at, ends)
         if goes_on is None:
             return False
-        if goes_on and not self._known.another_begins(self._buffer, self._start + 1, self._at):
-            self._close(found)
-        else:
+        if not goes_on or not self._close(found):
             self._break()
         return True
 
@@ -162,6 +172,7 @@ class Splitter:
         self._lead, self._follows = self._buffer[self._at : place], not self._is_first
         self._begun, self._is_first = True, False
         self._start, self._at, self._stack = place, at, stack
+        self._first_byte = self._offset + place
         if not is_right:
             self._break()
         return True
@@ -197,12 +208,10 @@ class Splitter:
         after = self._after(end, ends)
         if not after:
             return None if after is None else True
-        if after == b"," and not self._known.are_lines:
-            return True
         if after == b",":
             field = FIELD.match(self._buffer, end)
-            if field is None or field[1] is not None:
-                return field is None
+            if field is None or field[2] is not None:
+                return field is None or (field[1] in self._known.keys and not self._known.are_lines)
             return True if ends or len(self._buffer) - end > KEPT else None
         if not self.is_open:
             return self._buffer[end] in b" \t\r\n" and after not in b"]}:"
@@ -213,26 +222,52 @@ class Splitter:
         after = self._after(self._buffer.index(b"]", end) + 1, ends)
         return None if after is None else not after or after not in SURPLUS
 
-    def _close(self, found: list[Text]) -> None:
-        """The entry in progress is whole."""
+    def _close(self, found: list[Text]) -> bool:
+        """Takes the entry in progress, whose brackets agree; False: it does not parse, and others are in it."""
         self._count(self._start)
         text = self._buffer[self._start : self._at]
-        found.append((self._line, text))
-        self._known.learn(self._lead, text, follows=self._follows)
-        self._known.look_into(text)
+        read = self._read(text, self._line)
+        if isinstance(read, OddEntry) and read.reason == "not JSON":
+            if self._known.another_begins(text, 1, len(text)):
+                return False
+            self._known.learn(self._lead, text, follows=self._follows, whole=False)
+        else:
+            self._known.learn(self._lead, text, follows=self._follows, whole=True)
+        found.append((self._line, read))
         self._stack = None
+        return True
+
+    def _read(self, text: bytes, line: int) -> bytes | OddEntry:
+        """``text`` itself if it parses; else what is wrong with it."""
+        try:
+            orjson.loads(text)
+        except orjson.JSONDecodeError:
+            odd = parse(text, line)
+            if isinstance(odd, OddEntry):
+                return self._located(odd.reason, odd.detail)
+        return text
+
+    def _located(self, reason: str, detail: str) -> OddEntry:
+        """An odd entry that begins where the one in progress does; among others on a line it needs more than that."""
+        if b"\n" not in self._lead:
+            detail = f"{detail}; the entry begins at byte {self._first_byte} of the file"
+        return OddEntry(reason, detail)
 
     def _break(self, reason: str = "not JSON") -> None:
         """The entry in progress is broken: from now on the next one is sought."""
         self._count(self._start)
-        self._known.learn(self._lead, self._buffer[self._start : self._start + KEPT], follows=self._follows)
+        text = self._buffer[self._start : self._start + KEPT]
+        self._known.learn(self._lead, text, follows=self._follows, whole=False)
         self._is_broken, self._stack, self._at = True, None, self._start
         self._first_line, self._lost, self._reason = self._line, 0, reason
-        self._nested, self._nested_to = set(), self._start
+        self._inside, self._inside_to = set(), self._start
+        self._nested, self._tried = set(self._known.first_keys(self._known.last, 1, KEPT)), 0
 
     def _seek(self, found: list[Text], ends: bool) -> bool:
         """Looks behind a broken entry for the next one."""
-        for lead, place in self._known.candidates(self._buffer, self._at, len(self._buffer)):
+        for lead, place in self._known.candidates(self._buffer, max(self._at, self._start + 1), len(self._buffer)):
+            if self._tried > KEPT:
+                break
             begins = self._begins(place, ends)
             if begins is None:
                 self._at = max(lead - 1, self._start)
@@ -240,10 +275,6 @@ class Splitter:
             if begins:
                 self._pass_over(lead, found)
                 return True
-        if self._known.are_lines and (ends or len(self._buffer) - self._start > KEPT):
-            self._known.forget_lines()
-            self._at = self._start
-            return True
         if ends:
             self.was_cut = True
             last = LAST_END.search(self._buffer, self._start) if self.is_open else None
@@ -262,60 +293,51 @@ class Splitter:
             self._count(self._start + len(text))
             size = self._lost + len(text)
             passed = f"lines {self._first_line} to {self._line}, {size} bytes, were passed over"
-            detail = f"{passed}; a quotation mark or bracket is missing"
-            found.append((self._first_line, OddEntry(self._reason, detail)))
+            odd = self._located(self._reason, f"{passed}; a quotation mark or bracket is missing")
+            found.append((self._first_line, odd))
         else:
-            found.append((self._first_line, text))
+            found.append((self._first_line, self._read(text, self._first_line)))
         self._is_broken, self._at = False, end
 
     def _begins(self, place: int, ends: bool) -> bool | None:
         """Whether an entry begins at ``place``; None: more bytes are needed to say so."""
-        self._nested.update(found[1] for found in NESTED_KEY.finditer(self._buffer, self._nested_to, place))
-        self._nested_to = max(self._nested_to, place - LEAD)
-        ahead = len(self._buffer) - place
+        may_wait = not ends and len(self._buffer) - place < KEPT
+        if may_wait and UNENDED_KEY.match(self._buffer, place):
+            return None
         key = KEY.match(self._buffer, place)
         is_known = key is not None and key[1] in self._known.keys
         is_nested = key is not None and key[1] in self._nested
-        if is_known and (self._known.are_lines or not is_nested):
+        if is_known and self._known.are_lines and not is_nested:
             return True
-        if is_nested and not is_known:
-            return False
-        if not ends and ahead < KEPT:
+        if not is_known and self._known.keys:
+            self._inside.update(found[1] for found in NESTED_KEY.finditer(self._buffer, self._inside_to, place))
+            self._inside_to = max(self._inside_to, place - LEAD)
+            if not self._known.are_lines or (key is None and self._known.spread) or (key and key[1] in self._inside):
+                return False
+        end, is_whole = self._value_end(place)
+        goes_on = self._goes_on(end, ends) if is_whole else is_whole
+        if goes_on is None and may_wait:
             return None
-        if self._known.are_lines:
-            end = self._value_end(place)
-            return end is not None and bool(self._goes_on(end, ends))
-        return key is not None and self._is_in_a_row(place, ends)
+        self._tried += end - place
+        if not goes_on:
+            return False
+        value = parse(self._buffer[place:end])
+        return not isinstance(value, OddEntry) and (not is_nested or self._has_the_keys_of_the_last(value))
 
-    def _value_end(self, place: int) -> int | None:
-        """Where the value at ``place`` ends, None if it is not whole."""
+    def _has_the_keys_of_the_last(self, value: object) -> bool:
+        last = parse(self._known.last)
+        return isinstance(value, dict) and isinstance(last, dict) and value.keys() == last.keys()
+
+    def _value_end(self, place: int) -> tuple[int, bool | None]:
+        """Up to where the value at ``place`` was followed, and whether it is whole; None: bytes are missing."""
         first = self._buffer[place : place + 1]
         if first in b"[{":
-            end, is_whole = self._scan(place + 1, [first])
-            whole = is_whole is True
-        else:
-            scalar = (STRING if first == b'"' else WORD).match(self._buffer, place)
-            whole = scalar is not None and (first != b'"' or scalar[1] is not None)
-            end = scalar.end() if scalar else place
-        return end if whole else None
-
-    def _is_in_a_row(self, place: int, ends: bool) -> bool:
-        """Whether the value at ``place`` is whole and not one of a list within an entry, as far as one can see."""
-        at = place
-        while at - place < KEPT:
-            end = self._value_end(at)
-            if end is not None and self._after(end, ends) == b"]":
-                return not self._after(self._buffer.index(b"]", end) + 1, ends)
-            if end is None or not self._goes_on(end, ends):
-                return at > place
-            following = BEGINNING.search(self._buffer, end)
-            if following is None:
-                break
-            at = following.start()
-            key = KEY.match(self._buffer, at)
-            if key is not None and key[1] in self._known.keys and key[1] not in self._nested:
-                break
-        return True
+            return self._scan(place + 1, [first])
+        scalar = (STRING if first == b'"' else WORD).match(self._buffer, place)
+        assert scalar is not None
+        if scalar.re is WORD:
+            return scalar.end(), None if scalar[1] is not None else True
+        return scalar.end(), True if scalar[1] else None if scalar[2] is not None else False
 
     def _count(self, place: int) -> None:
         """Moves the counted line to ``place``."""

@@ -8,8 +8,10 @@ import json
 import os
 import random
 import re
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +187,89 @@ def test_what_is_passed_over_is_named_by_its_lines_in_the_file(tmp_path: Path) -
     )
 
 
-def test_an_entry_that_others_are_in_is_broken_though_brackets_agree(tmp_path: Path) -> None:
+def arrays(draw: random.Random) -> Iterator[tuple[str, list[Any]]]:
+    """Valid arrays: flat entries and then nested objects with the same first keys, in a layout that may change."""
+
+    def value(depth: int) -> Any:
+        kind = draw.random()
+        if depth and kind < 0.4:
+            return [entry(depth - 1) if draw.random() < 0.8 else value(depth - 1) for _ in range(draw.randrange(4))]
+        if depth and kind < 0.5:
+            return entry(depth - 1)
+        return draw.choice([7, None, True, "", "plain", 'a "quote", {"id": [', '},\n{"prompt": "x"}, ]', "ü\\", 1.5])
+
+    def entry(depth: int) -> Any:
+        keys = ["id", "prompt", "messages", "role"]
+        draw.shuffle(keys)
+        return {key: value(depth) for key in keys[: draw.randrange(1, 4)]}
+
+    def spread(each: Any) -> str:
+        """On several lines, nested objects at the indentation of the entries."""
+        return re.sub(r"(?<=[\[{,])(?=\{\")", "\n" + margin, json.dumps(each, separators=(",", ":")))
+
+    ways: list[Callable[[Any], str]] = [
+        json.dumps,
+        spread,
+        *(lambda each, indent=indent: json.dumps(each, indent=indent) for indent in (0, 2, 4)),
+    ]
+    while True:
+        flat, nested = draw.randrange(4), draw.randrange(1, 5)
+        rows = [entry(0) for _ in range(flat)] + [entry(3) for _ in range(nested)]
+        rows += [value(2)] * (draw.random() < 0.2)
+        margin = draw.choice(["", "  ", "\t"])
+        separator = draw.choice([",", ", ", f",\n{margin}", f"\n{margin}, "])
+        chosen = draw.choice(ways)
+        texts = [(draw.choice(ways) if draw.random() < 0.2 else chosen)(row) for row in rows]
+        yield "[" + separator.replace(",", "") + separator.join(texts) + draw.choice(["]", "\n]\n"]), rows
+
+
+def test_valid_arrays_come_out_as_they_are_whatever_they_look_like() -> None:
+    for text, rows in islice(arrays(random.Random(3)), 500):
+        data = text.encode()
+        assert json.loads(data) == rows
+        for block in (1, 13, 1 << 20):
+            splitter = Splitter(reading.MAX_ENTRY)
+            found = [each for at in range(0, len(data), block) for each in splitter.feed(data[at : at + block])]
+            found += splitter.end()
+            assert [row for _, row in Values("a", found).rows()] == rows, text
+            assert not splitter.is_open and not splitter.was_cut
+
+
+def test_what_brackets_and_parsing_call_an_entry_is_one_though_others_seem_to_be_in_it(tmp_path: Path) -> None:
+    nested = [{"prompt": "flat"}, {"messages": [], "candidates": [{"prompt": "1"}, {"prompt": "2"}]}, {"prompt": "b"}]
+    text = a_line_each([json.dumps(row).replace('{"prompt": "1', '\n{"prompt": "1') for row in nested])
+    text = text.replace(', {"prompt": "2', ',\n{"prompt": "2')
+    (tmp_path / "a.json").write_text(text)
+    assert [row for _, row in read(tmp_path / "a.json")] == json.loads(text) == nested
+    (tmp_path / "a.json").write_text(text.replace("[]", ""))
+    assert read(tmp_path / "a.json")[1][1] == "not JSON" and read(tmp_path / "a.json")[-1][1] == nested[-1]
+
+
+def test_an_odd_entry_among_others_on_a_line_is_told_with_its_place_in_the_file(tmp_path: Path) -> None:
     whole = json.dumps(CHAT)
-    lost, surplus = whole.removesuffix('], "score": [1, 2]}'), whole + "]}"
-    (tmp_path / "a.json").write_text(a_line_each([whole, lost, whole, whole, surplus, whole]))
-    rows = read(tmp_path / "a.json")
-    assert rows == [(line, "not JSON" if line in (3, 6) else CHAT) for line in range(2, 8)]
+    text = in_one_line([whole, whole.replace('"b"', 'b"'), whole])
+    (tmp_path / "a.json").write_text(text)
+    _, odd, last = (row for chunk in file_chunks(tmp_path / "a.json") for _, row in chunk.rows())
+    assert odd.detail.endswith(f"; the entry begins at byte {1 + len(whole) + 2} of the file") and last == CHAT
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        ",".join(f'{{"2023-{number}": {number}}}' for number in range(20000)),
+        "1" + ',{"a": [1' * 20000,
+        "1" + ',{"id": [1' * 20000,
+        "1" + ',{"id": [1' * 20000 + "]}" * 20000,
+    ],
+)
+def test_what_is_behind_a_broken_entry_is_looked_at_a_bounded_number_of_times(inner: str) -> None:
+    """Each of these took minutes when every object in the entry was followed to its end."""
+    data = in_one_line([f'{{"id" "broken", "history": [{inner}]}}', *[json.dumps({"id": 1})] * 3]).encode()
+    splitter = Splitter(reading.MAX_ENTRY)
+    before = time.process_time()
+    found = splitter.feed(data) + splitter.end()
+    assert time.process_time() - before < 10
+    assert isinstance(found[0][1], OddEntry)
 
 
 def test_the_suffix_says_that_a_file_has_lines(tmp_path: Path) -> None:
