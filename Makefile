@@ -35,7 +35,7 @@ ablation: runs/ablation/data/seconds.json
 		--sets $(ABLATION_SETS:%=captured=runs/ablation/data/%) --max-new-tokens 64 --limit 24
 
 runs/ablation/data/seconds.json: | $(READY)
-	$(BIN)/python -m specforge_dspine.preparation --recipe $(ABLATION_RECIPE) --out runs/ablation/data --prompts 400 \
+	$(BIN)/python -m specforge_dspine.demo.prepare --recipe $(ABLATION_RECIPE) --out runs/ablation/data --prompts 400 \
 		--benchmarks mt-bench human-eval --capture train $(ABLATION_SETS)
 
 # A training step against SpecForge's own, and the objective's memory. About four minutes; keep the machine quiet.

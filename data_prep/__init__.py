@@ -1,0 +1,1 @@
+"""Data preparation: prompts, the target's responses, training samples."""

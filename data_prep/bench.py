@@ -20,10 +20,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_prep.command import positive
-from data_prep.files import replacing, to_line
-from data_prep.pool import cores
+from data_prep.pipeline.worker_pool import cores
 from data_prep.prompts import main as choose
+from specforge_dspine.utils.cli import positive
+from specforge_dspine.utils.files import replacing, to_line
 
 COMMON_WORDS = """
 the of to and a in is it you that he was for on are with as his they be at one have this from or had by hot but some

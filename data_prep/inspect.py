@@ -19,16 +19,17 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from data_prep.command import open_ledger, parser, perform, run
-from data_prep.entries import OddEntry
-from data_prep.files import printable
-from data_prep.findings import Findings, Known, read_sample
-from data_prep.identity import SHORT, end_ids, tokenizer_identity
-from data_prep.inputs import open_inputs, rows_of
-from data_prep.ledger import Ledger
-from data_prep.page import Shown, html_page, spans, terminal_text
-from data_prep.rows import guarded
-from specforge_dspine.fingerprint import model_fingerprint
+from data_prep.pipeline.command import open_ledger, parser, perform
+from data_prep.pipeline.rows import guarded
+from data_prep.readers.inputs import open_inputs, rows_of
+from data_prep.samples.page import Shown, html_page, spans, terminal_text
+from data_prep.samples.statistics import Findings, Known, read_sample
+from specforge_dspine.utils.chat_template import SHORT, end_ids, tokenizer_identity
+from specforge_dspine.utils.cli import run
+from specforge_dspine.utils.files import printable
+from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.ledger import Ledger
 
 
 def inspect(options: argparse.Namespace) -> str:

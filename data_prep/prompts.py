@@ -23,15 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.command import Passage, open_ledger, parser, perform, positive, run
-from data_prep.conversations import read_conversation, user_turns
-from data_prep.entries import OddEntry
-from data_prep.inputs import open_inputs, rows_of
-from data_prep.ledger import Ledger, read_kept_keys
-from data_prep.pool import Workers
-from data_prep.rows import Bad, guarded
-from data_prep.screening import Good, Rules, prepare
-from data_prep.seen import SeenKeys
+from data_prep.cleaning.conversations import read_conversation, user_turns
+from data_prep.cleaning.exact_dedup import SeenKeys
+from data_prep.cleaning.filters import Good, Rules, prepare
+from data_prep.pipeline.command import Passage, open_ledger, parser, perform
+from data_prep.pipeline.rows import Bad, guarded
+from data_prep.pipeline.worker_pool import Workers
+from data_prep.readers.inputs import open_inputs, rows_of
+from specforge_dspine.utils.cli import positive, run
+from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.ledger import Ledger, read_kept_keys
 
 TRAIN, HELDOUT = 0, 1
 """Numbers of the two outputs."""
@@ -55,7 +56,7 @@ class Choice:
         self._taken = [counts.get(number, 0) for number in range(len(limits))]
         self._near = None
         if rules.near is not None:
-            from data_prep.near import NearIndex
+            from data_prep.cleaning.near_dedup import NearIndex
 
             self._near = NearIndex(ledger.db, rules.near)
 

@@ -24,19 +24,19 @@ import orjson
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from data_prep.answers import MAX_TURNS, Asked, Settings, Turns, answer_all, earlier_answers
-from data_prep.chat import THINKING, check_template
-from data_prep.command import open_ledger, parser, perform, positive, run
-from data_prep.conversations import read_messages, user_turns
-from data_prep.entries import OddEntry
-from data_prep.identity import SHORT, tokenizer_identity
-from data_prep.inputs import Inputs, open_inputs, rows_of
-from data_prep.ledger import Ledger
-from data_prep.rows import guarded, row_name
-from data_prep.seen import SeenKeys, key_of
-from data_prep.servers import Expected, Servers, served
-from specforge_dspine.fingerprint import model_fingerprint
-from specforge_dspine.stream.server import ManagedServer, ServerFailed, parse_ids
+from data_prep.cleaning.conversations import read_messages, user_turns
+from data_prep.cleaning.exact_dedup import SeenKeys
+from data_prep.generation.server_pool import Expected, Servers, served
+from data_prep.generation.turns import MAX_TURNS, Asked, Settings, Turns, answer_all, earlier_answers
+from data_prep.pipeline.command import open_ledger, parser, perform
+from data_prep.pipeline.rows import guarded, key_of, row_name
+from data_prep.readers.inputs import Inputs, open_inputs, rows_of
+from specforge_dspine.streaming.server import ManagedServer, ServerFailed, parse_ids
+from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
+from specforge_dspine.utils.cli import positive, run
+from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.ledger import Ledger
 
 CPU_CACHE_TOKENS = 32768
 """KV cache of a CPU server; when it is full, further requests wait."""

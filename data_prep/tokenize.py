@@ -22,16 +22,16 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from data_prep.chat import THINKING, check_template
-from data_prep.command import Passage, open_ledger, parser, perform, run
-from data_prep.identity import SHORT, tokenizer_identity
-from data_prep.inputs import open_inputs
-from data_prep.ledger import Ledger
-from data_prep.pool import Workers
-from data_prep.samples import MIN_SUPERVISED, Made, Options, prepare
-from specforge_dspine.fingerprint import model_fingerprint
-from specforge_dspine.version import VERSION
-from specforge_dspine.vocabulary import resolve_mask_token
+from data_prep.pipeline.command import Passage, open_ledger, parser, perform
+from data_prep.pipeline.worker_pool import Workers
+from data_prep.readers.inputs import open_inputs
+from data_prep.samples.builder import MIN_SUPERVISED, Made, Options, prepare
+from specforge_dspine.modeling.vocabulary import resolve_mask_token
+from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
+from specforge_dspine.utils.cli import run
+from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.ledger import Ledger
+from specforge_dspine.utils.versions import VERSION
 
 
 def tokenize(options: argparse.Namespace) -> str:

@@ -12,8 +12,8 @@ Shape legend, used in every docstring of this package (the paper's letters):
 "§n" in a docstring names the section of ``docs/method.md`` that holds the equation.
 """
 
-from specforge_dspine.version import VERSION as __version__
-from specforge_dspine.version import installed, require
+from specforge_dspine.utils.versions import VERSION as __version__
+from specforge_dspine.utils.versions import installed, require
 
 if installed("specforge"):  # none is needed where only the capture plugin runs, inside a server
     require("specforge")

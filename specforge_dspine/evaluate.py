@@ -3,7 +3,7 @@
     python -m specforge_dspine.evaluate --draft DIR --target DIR --sets humaneval mt-bench gsm8k=FILE --out DIR
         [--server URL] [--temperature 0 1] [--top-p P] [--top-k K] [--max-new-tokens N] [--limit N] [--seed N]
 
-``--draft``: an export of either flavour, or another's DFlash. ``--sets``: see specforge_dspine/sets.py. The target
+``--draft``: an export of either flavour, or another's DFlash. ``--sets``: see evaluation/benchmarks.py. The target
 verifies in this process (transformers, with its KV cache), or through ``--server``, an SGLang server with our capture
 plugin, which takes prefix and block anew in every round. Greedy decoding of a ``captured=DIR`` set replays the
 target's answers from there; ``--live N`` decodes N of them for real as well and demands the same rounds.
@@ -26,24 +26,29 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from data_prep.chat import THINKING, check_template
-from data_prep.command import positive
-from data_prep.files import read_jsonl
-from data_prep.identity import end_ids, tokenizer_identity
-from data_prep.ledger import Ledger
-from specforge_dspine.answering import Answering, LiveMismatch, Settings, Verifying
-from specforge_dspine.drafting import BlockDrafter
-from specforge_dspine.export import DTYPES
-from specforge_dspine.fingerprint import model_fingerprint
-from specforge_dspine.model import DSpineDraftModel
-from specforge_dspine.opening import check_pair, draft_facts, dtype_of, open_draft, untrained_like, version_facts
-from specforge_dspine.plan import check_features
-from specforge_dspine.results import RESULT, ROUNDS, figures, table
-from specforge_dspine.rundir import write_json
-from specforge_dspine.sets import SYNTAX, EvaluationSet, open_set, skip_text
-from specforge_dspine.signals import Interrupted, unwinding_signals
-from specforge_dspine.stream.client import StreamProofError
-from specforge_dspine.stream.record import RecordError, TargetIdentity
+from specforge_dspine.decoding.drafter import BlockDrafter
+from specforge_dspine.evaluation.benchmarks import SYNTAX, EvaluationSet, open_set, skip_text
+from specforge_dspine.evaluation.loading import (
+    check_pair,
+    draft_facts,
+    dtype_of,
+    open_draft,
+    untrained_like,
+    version_facts,
+)
+from specforge_dspine.evaluation.results import RESULT, ROUNDS, figures, table
+from specforge_dspine.evaluation.runner import Answering, LiveMismatch, Settings, Verifying
+from specforge_dspine.formats.writer import DTYPES
+from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.streaming.client import StreamProofError
+from specforge_dspine.streaming.feature_folder import check_features
+from specforge_dspine.streaming.record import RecordError, TargetIdentity
+from specforge_dspine.utils.chat_template import THINKING, check_template, end_ids, tokenizer_identity
+from specforge_dspine.utils.cli import positive
+from specforge_dspine.utils.files import read_jsonl, write_json
+from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.ledger import Ledger
+from specforge_dspine.utils.signals import Interrupted, unwinding_signals
 
 VARIANTS = ("draft", "unrefined", "untrained")
 THINKING_SAID = {True: "on", False: "off", None: "the template's default"}

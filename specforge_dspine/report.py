@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.files import read_jsonl, replacing
-from specforge_dspine.acceptance import summary, tau_interval
-from specforge_dspine.reference import read_json
-from specforge_dspine.results import RESULT, ROUNDS, interval, number, traces_of
-from specforge_dspine.rounds import Trace
+from specforge_dspine.decoding.loop import Trace
+from specforge_dspine.evaluation.bootstrap import tau_interval
+from specforge_dspine.evaluation.metrics import summary
+from specforge_dspine.evaluation.results import RESULT, ROUNDS, interval, number, traces_of
+from specforge_dspine.utils.files import read_json, read_jsonl, replacing
 
 
 def read_evaluation(folder: Path) -> tuple[dict[str, Any], dict[str, list[Trace]]]:

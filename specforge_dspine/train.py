@@ -23,21 +23,23 @@ import torch.distributed as dist
 from accelerate.utils import set_seed
 from specforge.distributed import destroy_distributed, init_distributed
 
-from specforge_dspine import assembly
-from specforge_dspine.checkpoints import checkpoint_step
-from specforge_dspine.contract import host_contract, refuse_changes
 from specforge_dspine.export import export_run
-from specforge_dspine.formats import FLAVOURS, CheckpointError, refuse_unservable
-from specforge_dspine.host import bootstrap_single_process_env, build_model_bundle
-from specforge_dspine.metrics import RunLogger
-from specforge_dspine.plan import Plan, make_plan
-from specforge_dspine.ranks import RunFailed, on_every_rank, own_environment
-from specforge_dspine.recipe import Recipe, RecipeError, load_recipe
-from specforge_dspine.rundir import DELIVERY_LOG, accept, claim_run_dir, exclusive, restore_best, write_json
-from specforge_dspine.signals import Interrupted, unwinding_signals
-from specforge_dspine.stream.client import SGLangClient, StreamProofError
-from specforge_dspine.stream.server import ManagedServer, ServerFailed
-from specforge_dspine.stream.source import CaptureSource, PromptPlan, resume_delivery
+from specforge_dspine.formats.config_json import FLAVOURS, refuse_unservable
+from specforge_dspine.streaming.client import SGLangClient, StreamProofError
+from specforge_dspine.streaming.server import ManagedServer, ServerFailed
+from specforge_dspine.training import trainers as assembly
+from specforge_dspine.training.capture_source import CaptureSource, PromptPlan, resume_delivery
+from specforge_dspine.training.distributed import RunFailed, on_every_rank, own_environment
+from specforge_dspine.training.plan import Plan, make_plan
+from specforge_dspine.training.recipe import Recipe, load_recipe
+from specforge_dspine.training.resume_contract import host_contract, refuse_changes
+from specforge_dspine.training.run_checkpoints import checkpoint_step
+from specforge_dspine.training.run_dir import DELIVERY_LOG, accept, claim_run_dir, exclusive, restore_best
+from specforge_dspine.training.run_logger import RunLogger
+from specforge_dspine.training.specforge_internals import bootstrap_single_process_env, build_model_bundle
+from specforge_dspine.utils.errors import CheckpointError, RecipeError
+from specforge_dspine.utils.files import write_json
+from specforge_dspine.utils.signals import Interrupted, unwinding_signals
 
 PROBE_TOKENS = 32  # at most, of a real sample, for the proof of the stream
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from targets import BUILDERS
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specforge_dspine.stream.client import SGLangClient
-from specforge_dspine.stream.record import TargetIdentity
-from specforge_dspine.stream.server import ManagedServer
+from specforge_dspine.streaming.client import SGLangClient
+from specforge_dspine.streaming.record import TargetIdentity
+from specforge_dspine.streaming.server import ManagedServer
+from tests.support.targets import BUILDERS
 
 torch.set_num_threads(1)  # servers and tests share few cores
 

@@ -1,0 +1,1 @@
+"""Conversation formats, filters, duplicates and decontamination."""

@@ -1,0 +1,105 @@
+"""What is said of a row by looking at that row alone; the part of choosing prompts that all cores do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from data_prep.cleaning.conversations import read_messages
+from data_prep.cleaning.decontamination import Contamination
+from data_prep.cleaning.exact_dedup import normalised
+from data_prep.pipeline.rows import Bad, content_key, key_of, row_id, work_through
+from data_prep.readers.chunks import Chunk
+from specforge_dspine.utils.files import to_line
+from specforge_dspine.utils.invalid_row import OddEntry
+
+SURE = 0.5
+"""Probability from which a language is taken to be known; short texts are often undetermined, and stay."""
+
+NO_LANGUAGE = ("und", "zxx")
+"""What the identifier says of too little text, and of numbers or code."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a prompt must be. Lengths count the characters of system and user messages together.
+
+    Attributes:
+        heldout_share: prompts whose first turn's hash lies below this share of all hashes are held out.
+        near: the similarity of near duplicates, None to leave them.
+        languages: ISO 639 codes; none: any language.
+    """
+
+    max_turns: int | None = None
+    min_chars: int = 1
+    max_chars: int | None = None
+    languages: tuple[str, ...] = ()
+    heldout_share: float = 0.0
+    near: float | None = None
+
+
+@dataclass(frozen=True)
+class Good:
+    """A row that may be kept: its line of output, and what is needed to compare it with others."""
+
+    line: int | None
+    heldout: bool
+    key: int
+    text: bytes
+    signature: bytes | None
+
+
+def prepare(rules: Rules, evaluation: Sequence[tuple[str, str]]) -> Callable[[Chunk], tuple[str, list[Good | Bad]]]:
+    """The function for workers: a chunk's source and what is said of its rows."""
+    contamination = Contamination(evaluation)
+
+    def screen(chunk: Chunk) -> tuple[str, list[Good | Bad]]:
+        return work_through(chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)])
+
+    return screen
+
+
+def in_heldout_share(turn: str, share: float) -> bool:
+    """Whether a prompt that begins with the normalised ``turn`` is held out: for ever, whatever file it is in."""
+    return share > 0 and key_of(turn) < share * 2**64
+
+
+def _screen(source: str, line: int | None, entry: Any, rules: Rules, contamination: Contamination) -> Good:
+    messages = read_messages(entry, rules.max_turns)
+    asked = [message for message in messages if message["role"] != "assistant"]
+    said = [message["content"] for message in asked]
+    length = sum(map(len, said))
+    if length < rules.min_chars or (rules.max_chars is not None and length > rules.max_chars):
+        raise OddEntry("length", f"{length} characters")
+    compared = [normalised(text) for text in said]
+    first = 1 if messages[0]["role"] == "system" else 0
+    heldout = in_heldout_share(compared[first], rules.heldout_share)
+    if not heldout and any(in_heldout_share(turn, rules.heldout_share) for turn in compared[first + 1 :]):
+        raise OddEntry("a later turn is a held-out prompt", "it may be the first turn of a held-out row")
+    if rules.languages:
+        _check_language("\n".join(said[first:]), rules.languages)
+    if contamination and (place := contamination.find(said[first:])) is not None:
+        raise OddEntry("in an evaluation set", place)
+    key = content_key(message | {"content": text} for message, text in zip(asked, compared, strict=True))
+    signature = None
+    if rules.near is not None:
+        from data_prep.cleaning.near_dedup import signature as sign
+
+        signature = sign(" ".join(compared))
+    row = {"id": row_id(source, key), "source": source, "line": line, "messages": messages}
+    return Good(line, heldout, key, to_line(row), signature)
+
+
+def _check_language(text: str, wanted: Sequence[str]) -> None:
+    language, probability = _identifier().classify(text)
+    if probability >= SURE and language not in (*wanted, *NO_LANGUAGE):
+        raise OddEntry("language", f"{language} ({probability:.0%} sure)")
+
+
+@cache
+def _identifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -1,0 +1,1 @@
+"""The target's responses from SGLang servers."""

@@ -1,0 +1,1 @@
+"""Rows through worker processes into a ledger."""

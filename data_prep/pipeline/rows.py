@@ -1,0 +1,92 @@
+"""A row on its way through any command: whatever is wrong with it costs that row, never the job.
+
+What is foreseen is an :class:`OddEntry` with a reason. What is not foreseen, an exception out of this program or a
+library for a row that nobody thought of, becomes one here, so that the row is named and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+from data_prep.readers.chunks import Chunk
+from specforge_dspine.utils.chat_template import Message
+from specforge_dspine.utils.invalid_row import OddEntry
+
+Result = TypeVar("Result")
+NOT_THE_ROWS = (OSError, MemoryError)
+"""Disk, servers (ConnectionError is an OSError), memory: the next row would fail as well."""
+SHOWN_ERROR = 200
+"""Characters of an unforeseen error's message."""
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A row to be dropped."""
+
+    line: int | None
+    reason: str
+    detail: str
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Around what is done for one row and depends on its content alone.
+
+    Raises:
+        OddEntry: the row cannot be used; for an unforeseen exception with its kind, words and place.
+    """
+    try:
+        yield
+    except (OddEntry, *NOT_THE_ROWS):
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        detail = f"{str(error)[:SHOWN_ERROR]!r} in {Path(place.filename).name}, line {place.lineno}; please report it"
+        raise OddEntry(f"unexpected {type(error).__name__}", detail) from error
+
+
+def work_through(chunk: Chunk, work: Callable[[int | None, Any], Iterable[Result]]) -> tuple[str, list[Result | Bad]]:
+    """A chunk's source, and what ``work`` makes of each line and entry, or why nothing."""
+    results: list[Result | Bad] = []
+    for line, entry in chunk.rows():
+        try:
+            with guarded():
+                for result in work(line, entry):
+                    results.append(result)
+        except OddEntry as odd:
+            results.append(Bad(line, odd.reason, odd.detail))
+    return chunk.source, results
+
+
+def content_key(messages: Iterable[Message]) -> int:
+    """A key of who says what; two conversations share one only if they are the same."""
+    return key_of("".join(f"{part['role']} {len(part['content'])} {part['content']}" for part in messages))
+
+
+def row_name(source: str, entry: Mapping[str, Any], messages: Sequence[Message]) -> str:
+    """The id of a row: its own, otherwise where it is from and its content."""
+    name = entry.get("id")
+    return name if isinstance(name, str) and name else row_id(source, content_key(messages))
+
+
+def row_id(source: str, key: int) -> str:
+    """An id for a row that has none of its own."""
+    return f"{_label(source)}-{key:016x}"
+
+
+@lru_cache(maxsize=64)
+def _label(source: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", PurePath(source).name).strip("-")[:60]
+
+
+def key_of(text: str) -> int:
+    """A 64-bit key. Two of a hundred million different texts share one with a probability of 3 in 10 000."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

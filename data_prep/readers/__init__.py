@@ -1,0 +1,1 @@
+"""Rows from files, folders, packages and data sets."""

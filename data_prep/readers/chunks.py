@@ -1,0 +1,113 @@
+"""Entries of files before anyone knows what they mean, in chunks that a worker can parse.
+
+Whatever cannot be read is an :class:`OddEntry` in place of an entry: it keeps its line, and nobody forgets to count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+
+from specforge_dspine.utils.invalid_row import OddEntry
+
+Row = tuple[int | None, Any]
+"""The line on which an entry begins, or the number of a table's row, from 1; None for a whole file. And the entry."""
+
+
+class Chunk(Protocol):
+    """Some entries of ``source``, to be sent to a worker."""
+
+    @property
+    def source(self) -> str: ...
+
+    def rows(self) -> Iterator[Row]: ...
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines, the first of which is number ``line``; an entry each, blank ones none."""
+
+    source: str
+    line: int
+    data: bytes
+
+    def rows(self) -> Iterator[Row]:
+        for number, text in enumerate(self.data.split(b"\n"), self.line):
+            if text.strip():
+                yield number, parse(text, number)
+
+
+@dataclass(frozen=True)
+class Values:
+    """JSON texts and the lines on which they begin; an odd entry in place of a text stays one."""
+
+    source: str
+    texts: list[tuple[int, bytes | OddEntry]]
+
+    def rows(self) -> Iterator[Row]:
+        for line, text in self.texts:
+            yield line, parse(text, line) if isinstance(text, bytes) else text
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of an Arrow table or record batch, the first of which is number ``row``."""
+
+    source: str
+    row: int
+    data: Any
+
+    def rows(self) -> Iterator[Row]:
+        try:
+            rows = iter(self.data.to_pylist())
+        except Exception:  # of many kinds: a date in the year 10000, bytes that are not UTF-8, what comes next
+            rows = map(self._row, range(len(self.data)))
+        return enumerate(rows, self.row)
+
+    def _row(self, at: int) -> Any:
+        row, column = {}, ""
+        try:
+            for column, values in zip(self.data.schema.names, self.data.columns, strict=True):
+                row[column] = values[at].as_py()
+        except Exception as error:
+            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "the row cannot be read"
+            return OddEntry(reason, f"column {column}: {error or type(error).__name__}")
+        return row
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries that are there already."""
+
+    source: str
+    entries: list[Row] = field(default_factory=list)
+
+    def rows(self) -> Iterator[Row]:
+        return iter(self.entries)
+
+
+def parse(text: bytes, line: int = 1) -> Any:
+    """The JSON value of ``text``, which begins on ``line`` of its file, or an :class:`OddEntry`."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        value = json.loads(text.decode())  # also takes NaN and half surrogates
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as broken:
+        return OddEntry("not UTF-8", f"byte {broken.start} of the entry; save the file as UTF-8")
+    except UnicodeEncodeError:
+        return OddEntry("not UTF-8", r"a \u escape is half of a surrogate pair")
+    except json.JSONDecodeError as error:
+        lines = text.count(b"\n")
+        passed = f"; lines {line} to {line + lines} were passed over" if lines else ""
+        place = f"character {error.pos + 1} of the entry, on line {line + error.lineno - 1} of the file"
+        return OddEntry("not JSON", f"{error.msg}: {place}{passed}")
+    except (ValueError, RecursionError) as error:
+        return OddEntry("not JSON", str(error))
+    return value

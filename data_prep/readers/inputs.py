@@ -1,0 +1,182 @@
+"""What ``--input`` names: files, folders, packages, data sets; each as chunks of rows and what identifies it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data_prep.readers.chunks import Chunk, Table
+from data_prep.readers.files import PACKED_SUFFIXES, SUFFIXES, TABLE_ROWS, describe, file_chunks, odd_file, readable
+from data_prep.readers.packages import PACKAGES, hub_table
+from specforge_dspine.utils.files import file_sha256, printable
+
+SAVED_MARKS = ("dataset_dict.json", "state.json")
+"""What ``datasets``' ``save_to_disk`` leaves in a folder."""
+SIDE_SUFFIXES = (".summary.json", ".dropped.jsonl")
+"""What our own commands write beside their outputs: no data."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One source of rows.
+
+    Attributes:
+        name: as messages call it.
+        identity: what decides the rows, as JSON; part of what an output is made from.
+        chunks: the rows from the beginning, each time it is called.
+        endless: whether a limit is needed.
+    """
+
+    name: str
+    identity: str
+    chunks: Callable[[], Iterator[Chunk]]
+    endless: bool = False
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All of ``--input`` in order, and what in its folders is not read: each with the reason."""
+
+    found: list[Input]
+    ignored: list[str]
+
+    @property
+    def identities(self) -> list[list[str]]:
+        """Names and identities in order: in another order, or twice, inputs give other rows."""
+        return [[each.name, each.identity] for each in self.found]
+
+
+def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
+    """Everything that ``names`` stand for, in their order; a folder's files by name.
+
+    Raises:
+        ValueError: a name that stands for nothing, a file of no known kind, or an endless source where
+            ``limited`` is False.
+    """
+    result = Inputs([], [])
+    for name in names:
+        path, package = Path(name), PACKAGES.get(name.partition(":")[0])
+        if os.path.isdir(path):
+            _add_folder(path, result)
+        elif os.path.exists(path):
+            if not os.path.isfile(path):
+                raise ValueError(f"--input {name}: not an ordinary file; put the data into one")
+            if not is_data(path):
+                raise ValueError(f"--input {name}: use {_kinds()}")
+            result.found.append(_file(path))
+        elif package is not None:
+            setting = name.partition(":")[2]
+            package.chunks(setting)  # refuses a bad one at once
+            chunks = partial(package.chunks, setting)
+            result.found.append(Input(name, package.identity(name), chunks, package.endless))
+        elif is_data(path) or path.is_absolute():
+            raise ValueError(f"--input {name}: there is no such file")
+        else:
+            result.found.append(_table(name, hub_table(name)))
+    for each in result.found:
+        if each.endless and not limited:
+            raise ValueError(f"--input {each.name} has no end: say with --limit how many rows to take")
+    if not result.found:
+        raise ValueError(f"--input {' '.join(names)}: no file of a known kind in it; use {_kinds()}")
+    return result
+
+
+def is_data(path: Path) -> bool:
+    """Whether the name is one of a file that can be read."""
+    suffixes = path.suffixes[:-1] if path.suffix in PACKED_SUFFIXES else path.suffixes
+    return bool(suffixes) and suffixes[-1] in SUFFIXES
+
+
+def _kinds() -> str:
+    return f"{', '.join(SUFFIXES)} (all but the last also with {' or '.join(PACKED_SUFFIXES)})"
+
+
+def _file(path: Path) -> Input:
+    try:
+        identity = f"sha256 {file_sha256(path)}"
+    except OSError as error:
+        identity = describe(error)  # the rows will say so
+    return Input(printable(path), identity, partial(file_chunks, path))
+
+
+def _add_folder(folder: Path, result: Inputs) -> None:
+    if any((folder / mark).is_file() for mark in SAVED_MARKS):
+        result.found.extend(_saved(folder))
+        return
+    closed: list[OSError] = []
+    data, ignored = _walk(folder, closed)
+    result.ignored.extend(f"{printable(path)} ({why})" for path, why in sorted(ignored))
+    bar = tqdm(sorted(data), desc=f"looking at {printable(folder)}", unit=" files", leave=False, disable=None)
+    result.found.extend(_file(path) for path in bar)
+    for error in closed:
+        rows = odd_file(printable(error.filename), error)
+        result.found.append(Input(rows.source, describe(error), partial(iter, [rows])))
+
+
+def _walk(folder: Path, closed: list[OSError]) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """The data files below ``folder``, through links too, and what else is there."""
+    data: list[Path] = []
+    ignored: list[tuple[Path, str]] = []
+    walked = {_place(folder)}
+    for parent, folders, names in os.walk(folder, onerror=closed.append, followlinks=True):
+        entered = []
+        for path in sorted(Path(parent, name) for name in folders):
+            if path.name.startswith("."):
+                ignored.append((path, "hidden"))
+            elif _place(path) in walked:
+                ignored.append((path, "a link to a folder that is read already"))
+            else:
+                walked.add(_place(path))
+                entered.append(path.name)
+        folders[:] = entered
+        for path in (Path(parent, name) for name in names):
+            if path.name.startswith("."):
+                ignored.append((path, "hidden"))
+            elif not is_data(path) or path.name.endswith(SIDE_SUFFIXES):
+                ignored.append((path, "of no known kind"))
+            elif os.path.exists(path) and not os.path.isfile(path):
+                ignored.append((path, "not an ordinary file"))
+            else:
+                data.append(path)  # one that is not there, but has a name here, will be told
+    return data, ignored
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """What a folder is, by whatever name."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _saved(folder: Path) -> Iterator[Input]:
+    from datasets import Dataset, load_from_disk
+
+    saved = load_from_disk(str(folder))
+    if isinstance(saved, Dataset):
+        yield _table(printable(folder), saved)
+    else:
+        for split, table in saved.items():
+            yield _table(f"{printable(folder)}:{split}", table)
+
+
+def _table(name: str, table: Any) -> Input:
+    def chunks() -> Iterator[Chunk]:
+        row = 1
+        for part in table.with_format("arrow").iter(TABLE_ROWS):
+            yield Table(name, row, part)
+            row += len(part)
+
+    return Input(name, f"datasets {table._fingerprint}", lambda: readable(name, chunks()))
+
+
+def rows_of(inputs: Inputs) -> Iterator[tuple[str, int | None, Any]]:
+    """Every row with its source and line, parsed here: for small inputs."""
+    for each in inputs.found:
+        for chunk in each.chunks():
+            for line, entry in chunk.rows():
+                yield chunk.source, line, entry

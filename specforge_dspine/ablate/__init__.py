@@ -1,0 +1,1 @@
+"""Variants of a recipe on the same data, seeds and budget."""

@@ -1,0 +1,128 @@
+"""What an ablation's rounds say: τ of a variant, differences of two, and whether an ordering shows.
+
+With n_p tokens and m_p rounds of prompt p, for one set and one seed, and S seeds:
+
+    τ_set = 1/S Σ_seeds (Σ_p n_p / Σ_p m_p),    τ = mean over sets of τ_set,    d(a, b) = τ(a) − τ(b)
+
+Intervals draw prompts of each set with replacement, and seeds. A draw is the same for every variant, so that
+differences are paired: the same prompts, the same seeds. A bootstrap over few seeds understates what other seeds
+would do (over S of them it has (S − 1)/S of the variance, and no wide tails), so an ordering is only called shown if
+Student's 95 % interval over the seeds' differences, with S − 1 degrees of freedom, leaves 0 out as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import t
+
+from specforge_dspine.decoding.loop import Trace
+from specforge_dspine.evaluation.bootstrap import BOOTSTRAP, LEVEL, by_prompt, quantiles
+
+Counts = dict[str, np.ndarray]
+"""Of a variant, by set: tokens and rounds [S, P, 2] of each seed and prompt, seeds and prompts in the same order."""
+
+SHOWS, UNRESOLVED, REVERSED = "shows", "not resolved", "reversed"
+
+
+class Tau(NamedTuple):
+    """A mean acceptance length, or a difference: its ``value``, 95 % ``interval``, and ``per_seed`` [S]."""
+
+    value: float
+    interval: tuple[float, float]
+    per_seed: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As the report holds it."""
+        return {"value": self.value, "interval_95": list(self.interval), "per_seed": list(self.per_seed)}
+
+
+def count(traces: Sequence[Sequence[Trace]]) -> np.ndarray:
+    """Tokens and rounds [S, P, 2] by prompt, from the answers of each seed to one set.
+
+    Raises:
+        ValueError: two seeds answered different prompts, or none has an answer with a round.
+    """
+    sums = [by_prompt(answers) for answers in traces]
+    names = list(sums[0])
+    if any(list(own) != names for own in sums):
+        raise ValueError(
+            "evaluations to be compared hold different prompts; evaluate the same sets with the same limit"
+        )
+    if not names:
+        raise ValueError("a set holds no answer of two tokens or more, and so no round; leave it out")
+    return np.array([[own[name] for name in names] for own in sums], dtype=float)
+
+
+def per_seed(counts: np.ndarray) -> np.ndarray:
+    """τ [S] of one set, from tokens and rounds [S, P, 2]."""
+    sums = counts.sum(axis=1)
+    return np.asarray(sums[:, 0] / sums[:, 1])
+
+
+def drawn(counts: Counts, times: int = BOOTSTRAP) -> dict[str, np.ndarray]:
+    """τ of each set, and under "" their mean, of ``times`` draws [times]; equal shapes are drawn equally."""
+    generator = np.random.default_rng(0)
+    seeds = len(next(iter(counts.values())))
+    weights = generator.multinomial(seeds, [1 / seeds] * seeds, size=times) / seeds
+    found = {}
+    for name in sorted(counts):
+        prompts = counts[name].shape[1]
+        often = generator.multinomial(prompts, [1 / prompts] * prompts, size=times)
+        sums = np.einsum("dp,spk->dsk", often, counts[name])
+        found[name] = (weights * sums[..., 0] / sums[..., 1]).sum(axis=1)
+    return found | {"": np.mean(list(found.values()), axis=0)}
+
+
+def seeds_of(counts: Counts) -> dict[str, np.ndarray]:
+    """τ [S] of each set, and under "" their mean."""
+    found = {name: per_seed(each) for name, each in counts.items()}
+    return found | {"": np.mean(list(found.values()), axis=0)}
+
+
+def taus(counts: Counts) -> dict[str, Tau]:
+    """τ of each set, and under "" their mean."""
+    draws, seeds = drawn(counts), seeds_of(counts)
+    return {
+        name: Tau(float(each.mean()), quantiles(draws[name]), tuple(each.tolist())) for name, each in seeds.items()
+    }
+
+
+def differences(a: Counts, b: Counts) -> dict[str, Tau]:
+    """τ(a) − τ(b) of each set, and under "" of their mean; seeds and prompts of both are the same.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if {name: each.shape for name, each in a.items()} != {name: each.shape for name, each in b.items()}:
+        raise ValueError("two variants hold different prompts or seeds; evaluate the same sets with the same limit")
+    draws = drawn(a), drawn(b)
+    seeds = seeds_of(a), seeds_of(b)
+    found = {}
+    for name in seeds[0]:
+        each = seeds[0][name] - seeds[1][name]
+        found[name] = Tau(float(each.mean()), quantiles(draws[0][name] - draws[1][name]), tuple(each.tolist()))
+    return found
+
+
+def verdict(difference: Tau) -> str:
+    """Is a above b? Both of its intervals have to leave 0 out: over prompts and seeds, and over seeds alone."""
+    seeds = np.array(difference.per_seed)
+    if len(seeds) < 2:
+        return UNRESOLVED
+    slack = float(t.ppf((1 + LEVEL) / 2, len(seeds) - 1) * seeds.std(ddof=1) / len(seeds) ** 0.5)
+    if min(difference.interval[0], seeds.mean() - slack) > 0:
+        return SHOWS
+    if max(difference.interval[1], seeds.mean() + slack) < 0:
+        return REVERSED
+    return UNRESOLVED
+
+
+def smoothed(steps: Sequence[int], values: Sequence[float], bins: int) -> Mapping[int, float]:
+    """Means over ``bins`` equal stretches of the steps, by the stretch's last step."""
+    found = {}
+    for part in np.array_split(np.arange(len(steps)), min(bins, len(steps))):
+        found[int(steps[part[-1]])] = float(np.mean([values[k] for k in part]))
+    return found

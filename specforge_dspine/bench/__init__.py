@@ -1,0 +1,1 @@
+"""Timings of training steps, decoding rounds, and memory."""

@@ -1,0 +1,248 @@
+"""What the benchmark runs: one backbone's training step by DSpine, by SpecForge's DFlash and by its DSpark.
+
+All get the same sizes, backbone weights, head, embedding, random features and count of anchors, and go through their
+own training strategies: forward, objective, backward, no optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from specforge.runtime.contracts import TrainBatch
+from specforge.training.strategies.base import DraftTrainStrategy, StepContext
+from torch import nn
+from transformers import Qwen3Config
+
+from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
+from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.injection import AdjacentCausalInjection
+from specforge_dspine.modeling.transfer_space import TransferSpace, build_transfer_space
+from specforge_dspine.objective.curriculum import alignment_beta, draw_blocks
+from specforge_dspine.objective.training_model import DSpineTrainingModel
+from specforge_dspine.training.strategy import FEATURES, DSpineTrainStrategy, Schedule
+
+SEED = 0
+PLAIN, HEADS = "DSpark", "DSpark with heads"  # without and with its Markov and confidence heads
+MARKOV_RANK = 256
+# Early in the run, where half of all blocks receive right predecessors: the curriculum's cost is in the step.
+CONTEXT = StepContext(global_step=1, total_steps=100)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One micro-batch of one sequence, by the letters of the package; ``chunk_blocks`` 0: all rows at once."""
+
+    sequence: int  # S
+    anchors: int  # N
+    block: int  # B
+    layers: int  # L
+    taps: int  # T
+    target_layers: int
+    hidden: int  # H
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int  # V
+    rank: int  # r
+    message: int  # a
+    top_k: int  # K
+    chunk_blocks: int
+    dtype: torch.dtype
+
+    @property
+    def row_limit(self) -> int:
+        """N·M: supervised rows where no block is cut short."""
+        return self.anchors * (self.block - 1)
+
+
+# fmt: off
+SIZES = {
+    # SmolLM2-135M's shape, as recipes/smollm2_cpu.yaml trains it.
+    "small": Sizes(sequence=256, anchors=48, block=8, layers=2, taps=5, target_layers=30, hidden=576,
+                   intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, rank=256, message=128, top_k=16,
+                   chunk_blocks=0, dtype=torch.float32),
+    # As recipes/qwen3_8b.yaml.
+    "qwen3_8b": Sizes(sequence=3072, anchors=512, block=16, layers=5, taps=5, target_layers=36, hidden=4096,
+                      intermediate=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, rank=1024, message=512,
+                      top_k=16, chunk_blocks=128, dtype=torch.bfloat16),
+    # For dry runs: no two sizes are equal, so that a tensor's shape says what it is.
+    "toy": Sizes(sequence=200, anchors=64, block=5, layers=2, taps=3, target_layers=7, hidden=48, intermediate=80,
+                 heads=4, kv_heads=2, head_dim=16, vocab=3000, rank=24, message=12, top_k=6, chunk_blocks=16,
+                 dtype=torch.float32),
+}
+# fmt: on
+
+
+def draft_config(sizes: Sizes, attention: str) -> Qwen3Config:
+    """DSpine's draft config of these sizes; ``attention``: sdpa or flex_attention."""
+    config = small_draft_config(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        layers=sizes.layers,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate,
+        eps=1e-6,
+        theta=1e6,
+        block_size=sizes.block,
+        target_layer_ids=range(sizes.taps),
+        num_target_layers=sizes.target_layers,
+        mask_token_id=sizes.vocab - 1,
+        settings=DSpineSettings(
+            transfer_rank=sizes.rank,
+            message_size=sizes.message,
+            top_k=sizes.top_k,
+            replacement_layers=(sizes.layers + 1) // 2,
+        ),
+    )
+    config._attn_implementation = attention
+    return config
+
+
+def make_batch(sizes: Sizes, device: torch.device) -> TrainBatch:
+    """Random ids and states; the first eighth of the sequence is a prompt. Features lie on ``device`` already."""
+    mask = torch.ones(1, sizes.sequence, dtype=torch.long)
+    mask[:, : sizes.sequence // 8] = 0
+    shape = (1, sizes.sequence)
+    tensors = {
+        "input_ids": torch.randint(0, sizes.vocab - 1, shape),
+        "loss_mask": mask,
+        "hidden_states": torch.randn(*shape, sizes.taps * sizes.hidden, dtype=sizes.dtype, device=device),
+        "target_last_hidden_states": torch.randn(*shape, sizes.hidden, dtype=sizes.dtype, device=device),
+    }
+    return TrainBatch(sample_ids=["random"], strategy="dspine", tensors=tensors)
+
+
+class Bench:
+    """The models of ``sizes`` on ``device``, built on first use; all share head, embedding and backbone weights."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, attention: str) -> None:
+        self.sizes, self.device, self.attention = sizes, device, attention
+        torch.manual_seed(SEED)
+        with torch.device(device):
+            # Post-norm states have unit scale; 2 / √H gives logits of spread 2.
+            self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False, dtype=sizes.dtype)
+            nn.init.normal_(self.head.weight, std=2 / sizes.hidden**0.5)
+            self.embedding = nn.Embedding(sizes.vocab, sizes.hidden, dtype=sizes.dtype)
+            self.embedding.requires_grad_(False)
+        self.head.requires_grad_(False)
+        self.batch = make_batch(sizes, device)
+        self.model = self._dspine()
+
+    def _dspine(self) -> DSpineTrainingModel:
+        sizes = self.sizes
+        with torch.device(self.device):
+            draft = DSpineDraftModel(draft_config(sizes, self.attention))
+        return DSpineTrainingModel(
+            draft.to(self.device, sizes.dtype),
+            self.head,
+            self.embedding,
+            attention_backend=self.attention,
+            num_anchors=sizes.anchors,
+            loss_decay_gamma=7.0,
+            objective_chunk_blocks=sizes.chunk_blocks,
+            normalization="separate",
+        ).train()
+
+    def build_transfer_space(self) -> TransferSpace:
+        """The head's transfer space, installed in the draft. W starts at 0: it becomes what training makes of it."""
+        space = build_transfer_space(self.head.weight, self.sizes.rank)
+        draft = self.model.draft_model
+        draft.set_transfer_space(space)
+        with torch.no_grad():
+            for write in cast(AdjacentCausalInjection, draft.injection).writes:
+                nn.init.normal_(write.get_parameter("weight"), std=0.01)
+        return space
+
+    def strategy(self) -> DraftTrainStrategy:
+        """DSpine's step."""
+        return DSpineTrainStrategy(self.model, Schedule(seed=SEED, warmup_ratio=0.0))
+
+    def host_strategies(self) -> dict[str, DraftTrainStrategy]:
+        """SpecForge's own three steps, by name.
+
+        Raises:
+            ImportError: this installation of SpecForge lacks something that its own models need.
+        """
+        from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel, OnlineDSparkModel
+        from specforge.modeling.draft.dflash import DFlashDraftModel
+        from specforge.modeling.draft.dspark import DSparkDraftModel
+        from specforge.training.strategies.base import DFlashTrainStrategy, DSparkTrainStrategy
+
+        heads = {"markov_rank": MARKOV_RANK, "confidence_head_alpha": 1.0, "confidence_head_with_markov": True}
+        return {
+            "DFlash": DFlashTrainStrategy(self._host(OnlineDFlashModel, DFlashDraftModel, {})),
+            PLAIN: DSparkTrainStrategy(self._host(OnlineDSparkModel, DSparkDraftModel, {})),
+            HEADS: DSparkTrainStrategy(self._host(OnlineDSparkModel, DSparkDraftModel, heads)),
+        }
+
+    def _host(self, training_model: Any, draft_model: Any, options: dict[str, Any]) -> nn.Module:
+        """A training model of SpecForge's on DSpine's backbone, with its defaults, our chunks and our decay."""
+        sizes = self.sizes
+        config = copy.deepcopy(draft_config(sizes, self.attention))
+        mode = "mha" if sizes.heads == sizes.kv_heads else "gqa"
+        config.dflash_config = {**config.dflash_config, "causal": False, "attention_mode": mode, **options}
+        with torch.device(self.device):
+            draft = draft_model(config)
+        draft = draft.to(self.device, sizes.dtype)
+        ours, theirs = self.model.draft_model.state_dict(), draft.state_dict()
+        draft.load_state_dict({name: ours[name] for name in theirs.keys() & ours.keys()}, strict=False)
+        built: nn.Module = training_model(
+            draft_model=draft,
+            target_lm_head=self.head,
+            target_embed_tokens=self.embedding,
+            mask_token_id=sizes.vocab - 1,
+            block_size=sizes.block,
+            attention_backend=self.attention,
+            num_anchors=sizes.anchors,
+            loss_decay_gamma=7.0,
+            objective_chunk_blocks=sizes.chunk_blocks,
+        ).train()
+        return built
+
+    def wait(self) -> None:
+        """Until the device has done everything it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Seconds that ``work`` takes, the device's included."""
+        self.wait()
+        start = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - start
+
+    def step_seconds(self, strategy: DraftTrainStrategy) -> tuple[float, float]:
+        """One step of ``strategy``, forward, objective, backward: seconds, and the processor's seconds in them."""
+        strategy.trainable_module().zero_grad(set_to_none=True)
+
+        def step() -> None:
+            out = strategy.forward_loss(self.batch, CONTEXT)
+            loss = out.loss_terms[0] if out.loss_terms is not None else out.loss
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        before = time.process_time()
+        seconds = self.timed(step)
+        return seconds, time.process_time() - before
+
+    def inputs(self) -> dict[str, Any]:
+        """What DSpine's strategy hands its model for this batch."""
+        settings = self.model.draft_model.settings
+        blocks = draw_blocks(
+            self.batch.tensors["loss_mask"],
+            self.batch.sample_ids,
+            seed=SEED,
+            num_anchors=self.model.num_anchors,
+            probability=settings.replacement_probability,
+        )
+        tensors: dict[str, Any] = {name: self.batch.tensors[name].to(self.device) for name in FEATURES}
+        beta = alignment_beta(CONTEXT.global_step, 0, settings)
+        return tensors | {"blocks": blocks.to(self.device), "beta": beta}

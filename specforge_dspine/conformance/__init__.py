@@ -1,0 +1,1 @@
+"""Comparison with the float64 golden vectors."""

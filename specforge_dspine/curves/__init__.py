@@ -1,0 +1,1 @@
+"""Reference training curves and their comparison."""

@@ -1,0 +1,1 @@
+"""Proposals, the transition cache, and lossless verification (§6)."""

@@ -1,0 +1,1 @@
+"""The main job on a small model: prompts, responses, training, export, evaluation."""

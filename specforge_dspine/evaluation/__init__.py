@@ -1,0 +1,1 @@
+"""Acceptance length on benchmarks, with confidence intervals."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: config.json, reading, writing, and the layouts of others."""

@@ -1,0 +1,253 @@
+"""Checkpoint formats: the draft's tensors, the two flavours of config.json, and what each must hold.
+
+    specforge   architectures ["DSpineDraftModel"]; loads with DSpineDraftModel.from_pretrained
+    sglang      architectures ["DFlashDraftModel"] and dflash_config.selected_prefix_code_bridge, which makes the
+                serving plugin load it as DSpine; a variant without injection has no bridge and is a plain DFlash
+
+``SGLANG_LAYOUT`` is the one table to correct when a released checkpoint can be read: the bridge's own keys and
+the file layout of that flavour are not published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from specforge_dspine.modeling.config import ARCHITECTURE, DSpineSettings, check_vocabulary, rope_theta, settings_of
+from specforge_dspine.modeling.state_dict import TABLE, expected_shapes
+from specforge_dspine.utils.errors import CheckpointError
+
+FLAVOURS = ("sglang", "specforge")
+BRIDGE = "selected_prefix_code_bridge"
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+# What a reader would otherwise fill in from its own defaults, silently.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "block_size",
+    "num_target_layers",
+)
+# Keys of transformers' base class that say nothing about a draft, and code that is not shipped.
+DROPPED = (
+    "auto_map",
+    "_name_or_path",
+    "transformers_version",
+    "chunk_size_feed_forward",
+    "id2label",
+    "is_encoder_decoder",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+)
+
+
+class Layout(NamedTuple):
+    """A flavour on disk: its architecture name; the bridge's keys → the DSpineSettings fields they hold; the file
+    and name of the code table, everything else being in ``WEIGHTS`` under our own names."""
+
+    architecture: str
+    bridge: dict[str, str] | None
+    table: tuple[str, str] = (WEIGHTS, TABLE)
+
+
+# vLLM names the sizes transfer_dim and message_dim; the rest is our reading. UNVERIFIED against the released plugin.
+SGLANG_LAYOUT = Layout(
+    "DFlashDraftModel",
+    {"transfer_dim": "transfer_rank", "message_dim": "message_size", "top_k": "top_k"},
+)
+LAYOUTS = {"sglang": SGLANG_LAYOUT, "specforge": Layout(ARCHITECTURE, None)}
+
+
+def flavour_config(payload: dict[str, Any], config: Any, flavour: str, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of ``flavour`` from the draft's own config (``payload`` is its dictionary)."""
+    refuse_unservable(flavour, settings_of(config))
+    layout, settings = LAYOUTS[flavour], settings_of(config)
+    theta = rope_theta(config)
+    out = {key: value for key, value in payload.items() if key not in DROPPED}
+    out |= {
+        "architectures": [layout.architecture],
+        "model_type": "qwen3",
+        "dtype": str(dtype).removeprefix("torch."),
+        "is_causal": settings.causal,
+        "rope_theta": theta,
+        "rope_parameters": dict(payload.get("rope_parameters") or {"rope_type": "default"}) | {"rope_theta": theta},
+        "tie_word_embeddings": False,
+        "dflash_config": dict(payload["dflash_config"])
+        | {"block_size": config.block_size, "causal": settings.causal},
+    }
+    out["dflash_config"].pop(BRIDGE, None)
+    if layout.bridge is not None and settings.injection:
+        out["dflash_config"][BRIDGE] = {key: getattr(settings, field) for key, field in layout.bridge.items()}
+    return out
+
+
+def refuse_unservable(flavour: str, settings: DSpineSettings) -> None:
+    """An engine that finds the bridge refines, and one that finds none serves a plain DFlash: no third way.
+
+    Raises:
+        CheckpointError: ``flavour`` has no way to say what this variant is.
+    """
+    if LAYOUTS[flavour].bridge is not None and settings.injection and not settings.refinement:
+        raise CheckpointError(
+            f"refinement is off in this draft, and an engine that serves the {flavour} flavour with injection always "
+            "refines; export it as specforge"
+        )
+
+
+def without_readouts(tensors: Mapping[str, Tensor], config: Any) -> tuple[dict[str, Tensor], Any]:
+    """A draft without injection as the plain DFlash that it decodes as: the readouts served its training alone."""
+    plain = type(config).from_dict(config.to_dict())
+    plain.dspine_config = dict(plain.dspine_config) | {"alignment": "off"}
+    return {name: tensors[name] for name in expected_shapes(plain)}, plain
+
+
+def check_config(payload: Mapping[str, Any]) -> str:
+    """The flavour of a config.json, everything being present that an engine would otherwise guess.
+
+    Raises:
+        CheckpointError: a missing or contradictory key, bridge or flag, or an id out of range, by name.
+    """
+    architectures = payload.get("architectures")
+    flavours = [name for name, layout in LAYOUTS.items() if architectures == [layout.architecture]]
+    if not flavours:
+        known = [layout.architecture for layout in LAYOUTS.values()]
+        raise CheckpointError(f"architectures={architectures}: expected one of {known}")
+    dflash = section(payload, "dflash_config")
+    check_sizes(payload)
+    check_ids(payload, dflash)
+    ours = section(payload, "dspine_config")
+    for name, value, engine in (
+        ("is_causal", payload.get("is_causal"), "SGLang"),
+        ("dflash_config.causal", dflash.get("causal"), "vLLM"),
+    ):
+        if value is not ours["causal"]:
+            wrong = "bidirectional" if ours["causal"] else "causal"
+            raise CheckpointError(
+                f"{name} is {json.dumps(value)} and dspine_config.causal {json.dumps(ours['causal'])}: {engine} "
+                f"would serve the draft with {wrong} blocks"
+            )
+    if dflash.get("block_size") != payload["block_size"]:
+        raise CheckpointError(
+            f"dflash_config.block_size={dflash.get('block_size')} differs from block_size={payload['block_size']}"
+        )
+    check_bridge(flavours[0], dflash, ours)
+    return flavours[0]
+
+
+def section(payload: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A nested section of a config.json.
+
+    Raises:
+        CheckpointError: it is missing, or no section.
+    """
+    value = payload.get(name)
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{name} is missing from config.json")
+    return value
+
+
+def integer(payload: Mapping[str, Any], name: str, path: str = "") -> int:
+    """A whole number of a config.json.
+
+    Raises:
+        CheckpointError: it is missing, or something else.
+    """
+    value = payload.get(name)
+    if value is None:
+        raise CheckpointError(f"{path}{name} is missing from config.json")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"{path}{name}={value!r} is not a whole number")
+    return value
+
+
+def check_sizes(payload: Mapping[str, Any]) -> None:
+    """Sizes, layer types, norms and RoPE are all there.
+
+    Raises:
+        CheckpointError: with the key's name.
+    """
+    for name in SIZES:
+        integer(payload, name)
+    for name in ("rms_norm_eps", "rope_theta"):
+        if not isinstance(payload.get(name), float | int):
+            raise CheckpointError(f"{name}={payload.get(name)!r} in config.json; a number is needed")
+    if section(payload, "rope_parameters").get("rope_theta") != payload["rope_theta"]:
+        raise CheckpointError(f"rope_parameters.rope_theta differs from rope_theta={payload['rope_theta']}")
+    if payload.get("layer_types") != ["full_attention"] * payload["num_hidden_layers"]:
+        raise CheckpointError(
+            f"layer_types={payload.get('layer_types')}: full_attention for each of the "
+            f"{payload['num_hidden_layers']} layers is needed"
+        )
+
+
+def check_ids(payload: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
+    """The mask, the tapped layers, and the ids that decoding excludes are in range.
+
+    Raises:
+        CheckpointError: with the key's name.
+    """
+    vocab, layers = payload["vocab_size"], payload["num_target_layers"]
+    mask_id = integer(dflash, "mask_token_id", "dflash_config.")
+    if not 0 <= mask_id < vocab:
+        raise CheckpointError(f"dflash_config.mask_token_id={mask_id} is outside the vocabulary of {vocab} rows")
+    ids: Any = dflash.get("target_layer_ids")
+    whole = isinstance(ids, list) and bool(ids) and all(type(k) is int for k in ids)
+    if not whole or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= layers - 2:
+        raise CheckpointError(f"dflash_config.target_layer_ids={ids}: increasing ids in 0..{layers - 2} are needed")
+    ours = section(payload, "dspine_config")
+    if missing := [name for name in DSpineSettings.model_fields if name not in ours]:
+        raise CheckpointError(f"dspine_config lacks {', '.join(missing)}")
+    integer(ours, "valid_vocab_size", "dspine_config.")
+    settings = parse_settings(ours)
+    try:
+        check_vocabulary(settings, vocab)
+    except ValueError as error:
+        raise CheckpointError(f"dspine_config: {error}") from error
+
+
+def parse_settings(values: Mapping[str, Any]) -> DSpineSettings:
+    """``dspine_config`` of a config.json.
+
+    Raises:
+        CheckpointError: a missing, unknown or wrong key, by name.
+    """
+    try:
+        return DSpineSettings.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise CheckpointError(f"dspine_config.{name}={problem['input']!r}: {problem['msg']}") from error
+
+
+def check_bridge(flavour: str, dflash: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """The bridge is there and agrees with ``dspine_config``; or the flavour has none.
+
+    Raises:
+        CheckpointError: with the bridge's key.
+    """
+    bridge, found = LAYOUTS[flavour].bridge, dflash.get(BRIDGE)
+    if bridge is None or not settings["injection"]:
+        if found is not None:
+            raise CheckpointError(
+                f"dflash_config.{BRIDGE} belongs to the sglang flavour of drafts with injection, not to this one"
+            )
+        return
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"dflash_config.{BRIDGE} is missing: the engine would serve a plain DFlash draft")
+    for key, field in bridge.items():
+        if found.get(key) != settings[field]:
+            raise CheckpointError(
+                f"dflash_config.{BRIDGE}.{key}={found.get(key)!r} contradicts dspine_config.{field}={settings[field]}"
+            )

@@ -1,0 +1,1 @@
+"""The dual-output distillation loss, layer alignment, and the curriculum (§5)."""

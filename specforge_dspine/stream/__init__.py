@@ -1,1 +1,0 @@
-"""How the target's hidden states reach the trainer: SGLang plugin, server, client, source."""

@@ -1,0 +1,1 @@
+"""The target's hidden states, captured inside an SGLang server. Imports no SpecForge."""

@@ -1,0 +1,295 @@
+"""An SGLang server with capture enabled: owned by a run, or served in the foreground for running by hand.
+
+:class:`ManagedServer` picks a free port, starts ``sglang.launch_server`` behind a guard process (see
+``guard``), waits for ``/health``, and ends it. On the CPU the flags are those under which an unmodified
+SGLang 0.5.14 serves without a GPU. On GPUs three defaults are switched off because they would cost
+records: the prefix cache and chunked prefill (they split a sequence over several forwards) and CUDA graphs
+for prefill (they bypass the Python hook); fused all-reduce is switched off for tp_size > 1, because it
+leaves partial sums in the tapped states. The GPU flags have not been run.
+
+By hand, for a recipe that names ``stream.servers``::
+
+    python -m specforge_dspine.streaming.server --model DIR --layers 1,9,17 --dir DIR [--device cpu|0|0,1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import requests
+from tqdm import tqdm
+
+from specforge_dspine.streaming import process_guard as guard
+from specforge_dspine.streaming.record import CAPTURE_DIR_ENV, CAPTURE_LAYERS_ENV, TargetIdentity
+from specforge_dspine.utils.versions import require
+
+logger = logging.getLogger(__name__)
+
+LOG_TAIL = 30
+"""Lines of the server's log that an exception shows."""
+
+OWN_FLAGS = ("--model-path", "--model", "--host", "--port", "--device", "--dtype", "--tp-size", "--tp")
+"""Flags that :class:`ManagedServer` sets from its own arguments and refuses among the extra ones."""
+
+CAPTURE_FLAGS = ["--disable-radix-cache", "--chunked-prefill-size", "-1", "--disable-prefill-cuda-graph"]
+# Nobody reads text here: ids go in and come out, so no tokenizer is needed either.
+COMMON_FLAGS = ["--host", "127.0.0.1", "--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+CPU_FLAGS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-decode-cuda-graph"),
+    # Memory that other processes take while the weights load counts against it; the cache has its own bound.
+    *("--mem-fraction-static", "0.8"),
+]
+GPU_FLAGS = ["--enforce-disable-flashinfer-allreduce-fusion"]
+
+
+# What torchrun tells its workers would send the server's own process group to torchrun's store.
+LAUNCHER_VARIABLES = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)"
+)
+
+
+class ServerFailed(RuntimeError):
+    """The server did not come up or is gone; the message holds the end of its log."""
+
+
+class ManagedServer:
+    """One SGLang server that belongs to this process and ends with it, whatever ends it.
+
+    Args:
+        model_path: the target, as SGLang takes it.
+        run_dir: gets ``server.log`` and ``spool/``, where records appear. The spool is emptied at the
+            start and removed when the context is left; :meth:`stop` alone leaves it, so that records
+            which are still being read stay.
+        layers: ids of the tapped layers (T of them).
+        dtype: torch dtype by name; the records' dtype.
+        devices: CUDA ordinals as this process counts them; none for the CPU.
+        tp_size: tensor-parallel size; by default the number of devices.
+        extra_args: further flags of ``sglang.launch_server``.
+        startup_timeout_s: seconds until ``/health`` must answer.
+        max_total_tokens: tokens of KV cache, ``max_running_requests``: sequences at a time; by default
+            8192 and 8 on the CPU and SGLang's own choice on GPUs.
+
+    Raises:
+        ValueError: an extra flag that is set from the arguments above.
+        RuntimeError: an SGLang outside of the supported window.
+        ServerFailed: from :meth:`start`, when the server ends or the time is over.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        run_dir: Path,
+        layers: Sequence[int],
+        *,
+        dtype: str = "bfloat16",
+        devices: Sequence[int] = (),
+        tp_size: int | None = None,
+        extra_args: Sequence[str] = (),
+        startup_timeout_s: float = 600.0,
+        max_total_tokens: int | None = None,
+        max_running_requests: int | None = None,
+        port: int | None = None,
+    ) -> None:
+        require("sglang")
+        for flag in extra_args:
+            if flag.split("=")[0] in OWN_FLAGS:
+                raise ValueError(f"extra_args holds {flag}: set it with the server's own option instead")
+        self.log_path = Path(run_dir).resolve() / "server.log"
+        self.spool = Path(run_dir).resolve() / "spool"
+        self.port = free_port() if port is None else port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._timeout_s = startup_timeout_s
+        limits = {
+            "--tp-size": tp_size or len(devices) or 1,
+            "--max-total-tokens": max_total_tokens or (None if devices else 8192),
+            "--max-running-requests": max_running_requests or (None if devices else 8),
+        }
+        self.command = [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *("--model-path", str(model_path), "--port", str(self.port), "--dtype", dtype),
+            *(text for flag, value in limits.items() if value for text in (flag, str(value))),
+            *COMMON_FLAGS,
+            *CAPTURE_FLAGS,
+            *(GPU_FLAGS if devices else CPU_FLAGS),
+            *extra_args,
+        ]
+        self.environment = {
+            CAPTURE_DIR_ENV: str(self.spool),
+            CAPTURE_LAYERS_ENV: ",".join(str(k) for k in layers),
+            **(_visible(devices, os.environ) if devices else {"SGLANG_USE_CPU_ENGINE": "1"}),
+            # More threads than one make a CPU server many times slower as soon as anything else runs.
+            **({} if devices else {"OMP_NUM_THREADS": "1"}),
+            **({"HF_HUB_OFFLINE": "1"} if Path(model_path).is_dir() else {}),
+        }
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts the server and returns once it is healthy."""
+        shutil.rmtree(self.spool, ignore_errors=True)
+        self.spool.mkdir(parents=True)
+        inherited = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(key)}
+        with self.log_path.open("ab") as log:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", guard.__name__, str(os.getpid()), "--", *self.command],
+                env=inherited | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in a terminal reaches the run alone, which then ends its server in order.
+                start_new_session=True,
+            )
+        try:
+            self._await_health()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _await_health(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        text = f"starting SGLang at {self.url}, log in {self.log_path}"
+        logger.info(text)
+        # disable=None: the clock runs on a terminal only
+        with (
+            requests.Session() as session,
+            tqdm(desc=text, bar_format="{desc} [{elapsed}]", disable=None, leave=False) as bar,
+        ):
+            session.trust_env = False  # a proxy from the environment must not see loopback requests
+            while time.monotonic() < deadline:
+                bar.refresh()
+                if not self.alive():
+                    raise ServerFailed(self._failure("ended while starting"))
+                try:
+                    if session.get(f"{self.url}/health", timeout=30).ok:
+                        return
+                except requests.RequestException:
+                    pass  # not listening yet
+                time.sleep(0.5)
+        raise ServerFailed(self._failure(f"was not healthy after {self._timeout_s:.0f} s"))
+
+    def _failure(self, what: str) -> str:
+        with self.log_path.open(errors="replace") as log:
+            tail = "".join(deque(log, LOG_TAIL)).rstrip()
+        return (
+            f"the SGLang server {what}. The end of {self.log_path}:\n{tail}\n"
+            f"It was started with: {' '.join(self.command)}\n"
+            "Correct what the log complains about (model path, memory, devices, extra flags), or give it "
+            "more time with a longer start-up timeout, and start again."
+        )
+
+    def alive(self) -> bool:
+        """Whether the server's process runs (it may still be starting)."""
+        return self._guard is not None and self._guard.poll() is None
+
+    def check(self) -> None:
+        """Raises :class:`ServerFailed`, with the end of the log, if the server is gone."""
+        if not self.alive():
+            raise ServerFailed(self._failure("is gone"))
+
+    def stop(self) -> None:
+        """Ends the server and all of its processes; safe to call again."""
+        if self._guard is None:
+            return
+        self._guard.terminate()
+        try:
+            self._guard.wait(guard.GRACE_S + 5)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()  # the kernel then kills the server
+            self._guard.wait()
+
+    def __enter__(self) -> ManagedServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        shutil.rmtree(self.spool, ignore_errors=True)
+
+
+def free_port() -> int:
+    """A port nobody listens on, from below Linux's range for outgoing connections.
+
+    SGLang binds it only after the model is loaded; until then an ephemeral port could be taken.
+    """
+    for port in random.SystemRandom().sample(range(20000, 32768), 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("none of 200 ports between 20000 and 32767 is free on this machine")
+
+
+def _visible(devices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for ``devices``, which count within what this process sees itself."""
+    outer = environment.get("CUDA_VISIBLE_DEVICES")
+    if outer is None:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(str(k) for k in devices)}
+    seen = outer.split(",")
+    if max(devices) >= len(seen):
+        raise ValueError(f"devices = {list(devices)}: CUDA_VISIBLE_DEVICES = {outer} offers {len(seen)}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[k] for k in devices)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serves in the foreground until Ctrl-C, SIGTERM, or the server's own end."""
+    parser = argparse.ArgumentParser(
+        prog="python -m specforge_dspine.streaming.server",
+        description="Serve a target with hidden-state capture. Flags after -- go to sglang.launch_server.",
+    )
+    parser.add_argument("--model", required=True, help="target model directory")
+    parser.add_argument("--layers", required=True, type=parse_ids, help="tapped layer ids, as in 1,9,17")
+    parser.add_argument("--dir", required=True, type=Path, help="gets server.log and spool/ (the records)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), or CUDA ordinals as in 0 or 0,1")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--port", type=int, help="default: a free one")
+    parser.add_argument("--startup-timeout", type=float, default=600.0, metavar="SECONDS")
+    parser.add_argument("extra", nargs="*", help="further flags of sglang.launch_server, after --")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    TargetIdentity.from_config(options.model, options.layers, options.dtype)  # refuses bad ids at once
+    server = ManagedServer(
+        options.model,
+        options.dir,
+        options.layers,
+        dtype=options.dtype,
+        devices=[] if options.device == "cpu" else parse_ids(options.device),
+        extra_args=options.extra,
+        startup_timeout_s=options.startup_timeout,
+        port=options.port,
+    )
+    try:
+        with server:
+            print(f"serving {options.model} at {server.url}; records appear in {server.spool}", flush=True)
+            print(f"use it with stream.managed=null stream.servers=[{server.url}]; Ctrl-C ends it", flush=True)
+            while True:
+                server.check()
+                time.sleep(1)
+    except KeyboardInterrupt:
+        print("stopped")
+
+
+def parse_ids(text: str) -> list[int]:
+    """``"1,9,17"`` → ``[1, 9, 17]``; argparse turns the ValueError into its own message."""
+    return [int(k) for k in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

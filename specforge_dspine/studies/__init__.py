@@ -1,0 +1,1 @@
+"""Readout, timing and predecessor studies of a trained draft (§1)."""

@@ -1,0 +1,167 @@
+"""The figures of the studies, out of what was counted prompt by prompt.
+
+A record is what one prompt gave: for the readout how many first choices were right at every position, by layer; for
+the interventions K of every block, and of every block and position whether the first choice was right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specforge_dspine.evaluation.bootstrap import Resampled, Sums
+from specforge_dspine.studies.interventions import ALL, NONE, PREDICTED, RIGHT, position_groups
+
+Record = dict[str, Any]
+WHOLE = "right token itself"
+DIFFERENCES = {
+    "fall with a predicted predecessor, right history": (f"{RIGHT}, {RIGHT}", f"{RIGHT}, {PREDICTED}"),
+    "gain with the right predecessor, predicted history": (f"{PREDICTED}, {RIGHT}", f"{PREDICTED}, {PREDICTED}"),
+    "right predecessor alone over right history alone": (f"{PREDICTED}, {RIGHT}", f"{RIGHT}, {PREDICTED}"),
+}
+"""Accuracy of the first minus accuracy of the second, each "history, predecessor"."""
+
+
+def readout_figures(counts: Sequence[Mapping[str, np.ndarray]], block: int) -> dict[str, Any]:
+    """Accuracy by group of positions, of every layer and of the draft's own outputs; ``counts`` by prompt, as
+    ``readout.right_by_position`` gives them."""
+    resampled = Resampled(len(counts))
+    names = [name for name in counts[0] if name != "count"]
+    stacked = {name: np.stack([each[name] for each in counts]) for name in (*names, "count")}  # [P, M]
+
+    def accuracies(columns: Sequence[int]) -> dict[str, Any]:
+        total = stacked["count"][:, columns].sum(axis=1)
+        return {name: resampled.ratio((stacked[name][:, columns].sum(axis=1), total)) for name in names}
+
+    return {
+        "groups": {name: accuracies([t - 1 for t in group]) for name, group in position_groups(block).items()},
+        "positions": {str(t): accuracies([t - 1]) for t in range(1, block)},
+    }
+
+
+def intervention_figures(records: Sequence[Record], block: int) -> dict[str, Any]:
+    """All figures of the interventions; ``records`` of the prompts that have blocks."""
+    resampled = Resampled(len(records))
+    found = {
+        "blocks": sum(record["blocks"] for record in records),
+        "timing": timing_figures(resampled, records),
+        "predecessor": predecessor_figures(resampled, records),
+        "carried": flag_figures(resampled, with_reference(records), "carried", NONE),
+    }
+    if "codes" in records[0]:
+        found["codes"] = flag_figures(resampled, records, "codes", NONE)
+    return found
+
+
+def timing_figures(resampled: Resampled, records: Sequence[Record]) -> dict[str, Any]:
+    """K of every output and schedule, over all blocks and over those whose predicted history is wrong somewhere."""
+    wrong = [np.array(record["history_wrong"], dtype=bool) for record in records]
+
+    def sums(output: str, schedule: str, chosen: Sequence[np.ndarray]) -> Sums:
+        values = [
+            np.array(record["timing"][output][schedule])[at] for record, at in zip(records, chosen, strict=True)
+        ]
+        return np.array([each.sum() for each in values], float), np.array([len(each) for each in values], float)
+
+    def figures(output: str, schedule: str, chosen: Sequence[np.ndarray]) -> dict[str, Any]:
+        own, reference = (sums(output, name, chosen) for name in (schedule, NONE))
+        found = {"K": resampled.ratio(own)}
+        if schedule != NONE:
+            found["difference"] = resampled.difference(own, reference)
+            found["relative"] = resampled.relative(own, reference)
+        return found
+
+    every = [np.ones_like(each) for each in wrong]
+    return {
+        "history_wrong": resampled.ratio(
+            (np.array([each.sum() for each in wrong], float), np.array([len(each) for each in wrong], float))
+        ),
+        "outputs": {
+            output: {
+                schedule: figures(output, schedule, every) | {"where_history_wrong": figures(output, schedule, wrong)}
+                for schedule in schedules
+            }
+            for output, schedules in records[0]["timing"].items()
+        },
+    }
+
+
+def predecessor_figures(resampled: Resampled, records: Sequence[Record]) -> dict[str, Any]:
+    """Accuracy of the successor by history and predecessor, and the differences that matter."""
+    found = flag_figures(resampled, records, "predecessor", None)
+    for where, chosen in conditions(records).items():
+        pairs = {
+            name: [flag_sums(records, "predecessor", each, chosen) for each in pair]
+            for name, pair in DIFFERENCES.items()
+        }
+        found[where]["differences"] = {
+            name: {
+                "mean": resampled.difference(summed(a), summed(b)),
+                "positions": [
+                    resampled.difference(x, y) for x, y in zip(by_position(a), by_position(b), strict=True)
+                ],
+            }
+            for name, (a, b) in pairs.items()
+        }
+    return found
+
+
+def flag_figures(
+    resampled: Resampled, records: Sequence[Record], study: str, reference: str | None
+) -> dict[str, Any]:
+    """Accuracies of every case of ``study`` at positions 2 .. M and over all of them; with a ``reference`` case also
+    the difference from it. Over all, and where the predicted predecessor is wrong, and right."""
+    found: dict[str, Any] = {}
+    for where, chosen in conditions(records).items():
+        cases: dict[str, Any] = {}
+        for case in records[0][study]:
+            sums = flag_sums(records, study, case, chosen)
+            cases[case] = {
+                "mean": resampled.ratio(summed(sums)),
+                "positions": [resampled.ratio(each) for each in by_position(sums)],
+            }
+            if reference is not None and case != reference:
+                base = flag_sums(records, study, reference, chosen)
+                cases[case]["difference"] = resampled.difference(summed(sums), summed(base))
+        found[where] = {"cases": cases}
+    return found
+
+
+def conditions(records: Sequence[Record]) -> dict[str, list[np.ndarray]]:
+    """Which blocks and positions [N, M − 1] (bool) count, by prompt."""
+    right = [np.array(record["predecessor_right"], dtype=bool) for record in records]
+    return {
+        ALL: [np.ones_like(each) for each in right],
+        "predicted predecessor wrong": [~each for each in right],
+        "predicted predecessor right": right,
+    }
+
+
+def flag_sums(records: Sequence[Record], study: str, case: str, chosen: Sequence[np.ndarray]) -> Sums:
+    """Right ones among those that count, and how many these are, [P, M − 1] each."""
+    pairs = [(np.array(record[study][case]), at) for record, at in zip(records, chosen, strict=True)]
+    return (
+        np.stack([(flags * at).sum(axis=0) for flags, at in pairs]).astype(float),
+        np.stack([at.sum(axis=0) for _, at in pairs]).astype(float),
+    )
+
+
+def summed(sums: Sums) -> Sums:
+    """Over positions: [P, n] → [P]."""
+    return sums[0].sum(axis=1), sums[1].sum(axis=1)
+
+
+def by_position(sums: Sums) -> list[Sums]:
+    """[P, n] → n times [P]."""
+    return list(zip(sums[0].T, sums[1].T, strict=True))
+
+
+def with_reference(records: Sequence[Record]) -> list[Record]:
+    """``carried`` between two cases of ``predecessor``: nothing carried, and a block behind the right token."""
+
+    def between(study: Mapping[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
+        return {NONE: study[f"{RIGHT}, {PREDICTED}"], **carried, WHOLE: study[f"{RIGHT}, {RIGHT}"]}
+
+    return [record | {"carried": between(record["predecessor"], record["carried"])} for record in records]

@@ -1,0 +1,1 @@
+"""Recipe, plan, and everything that plugs into SpecForge."""

@@ -1,0 +1,267 @@
+"""From prompts to training refs: the plan of samples, and the source that SpecForge's rollout worker asks.
+
+The run needs a fixed number of samples (steps × global batch). SpecForge's producer is given that many numbered
+slots; this source fills each slot with the next sample of an endless, seeded plan. A record that is bad is dropped,
+counted and named, and the next sample moves up, so that the run reaches its planned steps: what is delivered is the
+plan without the bad ones, however it is leased, stopped and resumed. Delivered order and plan position are logged,
+line by line, to ``delivered.jsonl``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from specforge.data.loss_mask import has_consecutive_supervised_tokens
+from specforge.data.prompt_builder import prepare_prompt_tasks
+from specforge.inference.capture import CaptureConfig
+from specforge.runtime.contracts import FeatureSpec, PromptTask, SampleRef
+from specforge.runtime.data_plane.disaggregated import SharedDirFeatureStore
+
+from specforge_dspine.streaming.client import SGLangClient
+from specforge_dspine.streaming.record import RecordError, Sample, SampleNames, TargetIdentity
+from specforge_dspine.training.recipe import ALGORITHM
+from specforge_dspine.utils.errors import RecipeError
+
+logger = logging.getLogger(__name__)
+
+
+def read_samples(path: str, *, max_length: int, max_prompts: int | None = None) -> list[Sample]:
+    """Training samples of a pre-tokenised JSONL file, cut to ``max_length`` tokens; at least two consecutive
+    tokens of each are supervised. Named by ``SampleNames``.
+
+    Raises:
+        RecipeError: the file is missing, empty, or holds conversations instead of token ids.
+        ValueError: a malformed line, with its number (SpecForge's reader).
+    """
+    if not os.path.isfile(path):
+        raise RecipeError(f"data.prompts_path={path!r}: no such file; data_prep.tokenize writes one")
+    with open(path, encoding="utf-8") as stream:
+        first = stream.read(1 << 16).lstrip("[ \n")
+    if '"input_ids"' not in first:
+        raise RecipeError(
+            f"data.prompts_path={path!r} holds no token ids: DSpine learns from the target's own answers; "
+            "write such a file with python -m data_prep.regenerate and then data_prep.tokenize"
+        )
+    tasks = prepare_prompt_tasks(
+        path,
+        None,
+        chat_template=None,
+        max_length=max_length,
+        is_preformatted=False,
+        train_only_last_turn=False,
+        cache_dir=None,
+        cache_key=None,
+        num_proc=None,
+        min_loss_tokens=2,
+        max_prompts=max_prompts,
+        loss_mask_filter=has_consecutive_supervised_tokens,
+    )
+    names = SampleNames()
+    samples = []
+    for task in tasks:
+        ids, mask = task["payload"]["input_ids"], task["payload"]["loss_mask"]
+        samples.append(Sample(names.next(ids, mask), ids, mask))
+    if not samples:
+        raise RecipeError(f"data.prompts_path={path!r}: no sample has two consecutive supervised tokens")
+    return samples
+
+
+class PromptPlan:
+    """An endless, reproducible order of samples: every epoch is a fresh permutation keyed by (seed, epoch)."""
+
+    def __init__(self, samples: Sequence[Sample], seed: int) -> None:
+        self.samples = samples
+        self.seed = seed
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The sample at plan position ``index``; its name carries the epoch: ``e0003-<name>``."""
+        epoch, place = divmod(index, len(self.samples))
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self.samples), generator=generator)
+        sample = self.samples[int(self._order[place])]
+        return Sample(f"e{epoch:04d}-{sample.name}", sample.input_ids, sample.loss_mask)
+
+
+class SpoolStore(SharedDirFeatureStore):
+    """SpecForge's shared-directory store that takes over a captured file by renaming it."""
+
+    def take_over(self, record: Path, sample: Sample, target: TargetIdentity, run_id: str, slot: str) -> SampleRef:
+        """Move ``record`` into the store (same file system) and describe it: [S], [S], [1, S, T·H], [1, S, H]."""
+        length, hidden = len(sample.input_ids), target.hidden_size
+        shapes = {
+            "input_ids": ((length,), "int64"),
+            "loss_mask": ((length,), "int64"),
+            "hidden_states": ((1, length, len(target.layers) * hidden), target.dtype),
+            "target_last_hidden_states": ((1, length, hidden), target.dtype),
+        }
+        size = record.stat().st_size
+        # The store's layout is {sample}.g{generation}.ckpt. A server by hand may capture on another file system.
+        shutil.move(record, Path(self.root) / f"{sample.name}.g1.ckpt")
+        return SampleRef(
+            sample_id=sample.name,
+            run_id=run_id,
+            source_task_id=slot,
+            feature_store_uri=f"disagg://{self.store_id}/{sample.name}",
+            feature_keys={name: f"{sample.name}/{name}" for name in shapes},
+            feature_specs={n: FeatureSpec(name=n, shape=s, dtype=f"torch.{d}") for n, (s, d) in shapes.items()},
+            strategy=ALGORITHM,
+            target_model_version=target.model_path,
+            num_tokens=length,
+            estimated_bytes=size,
+            metadata={"target_repr": "hidden_state", "generation": 1},
+        )
+
+
+@dataclass
+class Delivery:
+    """Where the stream stands: samples ``delivered``; plan positions ``pending`` (delivered before a resume, after
+    its checkpoint: they come again, in that order); the ``next`` fresh position; what was ``dropped``."""
+
+    delivered: int = 0
+    pending: list[int] = field(default_factory=list)
+    next: int = 0
+    dropped: list[str] = field(default_factory=list)
+
+    def take(self, count: int) -> list[int]:
+        """The next ``count`` plan positions."""
+        again, self.pending = self.pending[:count], self.pending[count:]
+        fresh = range(self.next, self.next + count - len(again))
+        self.next = fresh.stop
+        return [*again, *fresh]
+
+
+def resume_delivery(path: Path, consumed: int) -> Delivery:
+    """The stream's state when the first ``consumed`` samples were trained on, from ``delivered.jsonl``.
+
+    The log only grows. A sample delivered after the checkpoint is delivered again and logged under the same number;
+    of equal numbers the last line counts, so that a run may be stopped and resumed as often as one likes. A capture
+    that a kill cut short has logged its bad records, but no delivery: all of its samples are asked for again.
+
+    Raises:
+        RecipeError: the log is shorter than what the checkpoint consumed.
+    """
+    entries = []
+    for line in path.read_text(encoding="utf-8").strip().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):  # a kill may have cut a line
+            entries.append(json.loads(line))
+    places = {entry["number"]: entry["position"] for entry in entries if "number" in entry}
+    if any(number not in places for number in range(consumed)):
+        raise RecipeError(f"{path}: {len(places)} delivered samples are logged, the checkpoint used {consumed}")
+    return Delivery(
+        delivered=consumed,
+        pending=[places[number] for number in sorted(places) if number >= consumed],
+        next=max((entry["next"] for entry in entries if "number" in entry), default=0),
+        dropped=list(dict.fromkeys(entry["dropped"] for entry in entries if "dropped" in entry)),
+    )
+
+
+class CaptureSource:
+    """SpecForge's ref source over one or several servers; one call at a time, results in the order of slots."""
+
+    def __init__(
+        self,
+        clients: Sequence[SGLangClient],
+        plan: PromptPlan,
+        store: SpoolStore,
+        target: TargetIdentity,
+        *,
+        run_id: str,
+        max_dropped: int,
+        log: Path,
+        state: Delivery | None = None,
+    ) -> None:
+        self.clients = list(clients)
+        self.plan = plan
+        self.store = store
+        self.target = target
+        self.run_id = run_id
+        self.max_dropped = max_dropped
+        self.log = log
+        self.state = state or Delivery()
+
+    def produce_refs(self, tasks: list[PromptTask], *, capture: CaptureConfig) -> list[SampleRef]:
+        """One ref per slot of ``tasks``, in their order.
+
+        Raises:
+            RuntimeError: more than ``max_dropped`` records were bad.
+            ConnectionError: no server answers any more.
+        """
+        refs: list[SampleRef] = []
+        positions: list[int] = []
+        while len(refs) < len(tasks):
+            taken = self.state.take(len(tasks) - len(refs))
+            samples = [self.plan[position] for position in taken]
+            for position, sample, result in zip(taken, samples, self._capture(samples), strict=True):
+                if isinstance(result, RecordError):
+                    self._drop(result)
+                    continue
+                slot = tasks[len(refs)].task_id
+                refs.append(self.store.take_over(result, sample, self.target, self.run_id, slot))
+                positions.append(position)
+        self._log(refs, positions)
+        return refs
+
+    def _capture(self, samples: list[Sample]) -> list[Path | RecordError]:
+        """Spread ``samples`` over the living servers; a server that fails hands its share to the others."""
+        shares = [samples[i :: len(self.clients)] for i in range(len(self.clients))]
+        with ThreadPoolExecutor(len(self.clients)) as pool:
+            futures = [pool.submit(c.capture, s, self.target) for c, s in zip(self.clients, shares, strict=True)]
+        results: list[Path | RecordError] = [RecordError("", "not captured")] * len(samples)
+        lost: list[SGLangClient] = []
+        for index, (client, future) in enumerate(zip(list(self.clients), futures, strict=True)):
+            try:
+                results[index :: len(futures)] = future.result()
+            except ConnectionError as error:
+                logger.error("capture server lost: %s", error)
+                lost.append(client)
+        if lost:
+            for result in results:
+                if isinstance(result, Path):
+                    result.unlink(missing_ok=True)
+            self.clients = [client for client in self.clients if client not in lost]
+            if not self.clients:
+                raise ConnectionError("no capture server answers any more; see the server's log and use --resume")
+            return self._capture(samples)
+        return results
+
+    def _drop(self, error: RecordError) -> None:
+        if str(error) in self.state.dropped:
+            return  # asked for again after a resume, and counted then
+        self.state.dropped.append(str(error))
+        logger.warning("dropped record %d: %s", len(self.state.dropped), error)
+        self._append([{"dropped": str(error)}])
+        if len(self.state.dropped) > self.max_dropped:
+            raise RuntimeError(
+                f"{len(self.state.dropped)} bad records, stream.max_dropped={self.max_dropped}; the last: {error}"
+            )
+
+    def _log(self, refs: list[SampleRef], positions: list[int]) -> None:
+        """One line per delivered sample, in order, before the refs are published."""
+        numbers = range(self.state.delivered, self.state.delivered + len(refs))
+        self._append(
+            [
+                {"number": number, "sample": ref.sample_id, "position": position, "next": self.state.next}
+                for number, ref, position in zip(numbers, refs, positions, strict=True)
+            ]
+        )
+        self.state.delivered = numbers.stop
+
+    def _append(self, entries: list[dict[str, Any]]) -> None:
+        with open(self.log, "a", encoding="utf-8") as stream:
+            stream.writelines(f"\n{json.dumps(entry)}" for entry in entries)  # first the break: the last may be cut
+
+    def report(self) -> dict[str, Any]:
+        """Counts and names for the run's summary."""
+        return asdict(self.state)

@@ -1,0 +1,153 @@
+"""What must be the same when a run is continued, and how it is said what is not.
+
+Every checkpoint carries the contract through SpecForge's seam (``registration.py``): objective and draft option by
+option, optimizer and schedule, data by content; SpecForge adds the target's files and the taps. It compares them too,
+but only once servers and trainer are there, one value at a time and with whole inventories of files in its message.
+``refuse_changes`` comes before anything is touched and names all that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from specforge.algorithms.common.providers import MODEL_PROVENANCE_CONTRACT_KEY, STEP_OPTIONS_CONTRACT_KEY
+from specforge.config import Config
+from specforge.runtime.data_plane.offline_reader import list_feature_files
+
+from specforge_dspine.modeling.config import DSpineOptions
+from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.objective.training_model import DSpineTrainingModel
+from specforge_dspine.training.distributed import on_every_rank
+from specforge_dspine.training.run_checkpoints import read_state
+from specforge_dspine.utils.errors import RecipeError
+
+SAMPLED_FILES = 256  # feature files of which the end is read; the end of a .ckpt lists its tensors' checksums
+SAMPLED_BYTES = 1 << 12
+SHOWN = 8  # differences that a message names
+
+# SpecForge's own keys in a checkpoint, as the recipe spells them.
+SPELLING = {
+    "world_size": "ranks",
+    "batch_size": "training.batch_size",
+    "accumulation_steps": "training.accumulation_steps",
+    "num_epochs": "training.num_epochs",
+    "effective_total_steps": "training.total_steps",
+    f"{MODEL_PROVENANCE_CONTRACT_KEY}.target_model": "model.target_model_path",
+    f"{MODEL_PROVENANCE_CONTRACT_KEY}.draft_config": "model.draft_model_config",
+}
+
+
+def resume_contract(
+    options: DSpineOptions, config: Config, draft: DSpineDraftModel, model: DSpineTrainingModel
+) -> Mapping[str, Any]:
+    """What must not change between a checkpoint and its continuation, beside what SpecForge compares itself.
+
+    Every rank calls it; rank 0 reads the data.
+    """
+    training, data = config.training, config.data
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {
+        **{f"dspine.{name}": value for name, value in options.model_dump(mode="json").items()},
+        "model.mask_token_id": int(draft.mask_token_id),
+        "training.num_anchors": model.num_anchors,
+        "training.loss_decay_gamma": model.loss_decay_gamma,
+        "training.attention_backend": model.attention_backend,
+        "training.learning_rate": training.learning_rate,
+        "training.lr_scheduler": training.lr_scheduler,
+        "training.max_grad_norm": training.max_grad_norm,
+        "training.fsdp_sharding": training.fsdp_sharding,
+        "data.max_length": data.max_length,
+        "data.max_prompts": data.max_prompts,
+        "data": on_every_rank(rank, lambda: data_identity(config)),
+    }
+
+
+def data_identity(config: Config) -> str:
+    """The run's data by content, wherever it lies: the prompts file, or the feature files' names, sizes and ends."""
+    digest = hashlib.sha256()
+    if config.data.prompts_path:
+        with open(config.data.prompts_path, "rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256")
+        size = os.path.getsize(config.data.prompts_path)
+        return f"prompts of {size:,} bytes, sha256 {digest.hexdigest()[:16]}"
+    files = list_feature_files(config.data.hidden_states_path)
+    total = 0
+    for index, file in enumerate(files):
+        size = os.path.getsize(file)
+        total += size
+        digest.update(f"{os.path.relpath(file, config.data.hidden_states_path)} {size}\n".encode())
+        if index % -(-len(files) // SAMPLED_FILES) == 0:
+            with open(file, "rb") as stream:
+                stream.seek(max(0, size - SAMPLED_BYTES))
+                digest.update(stream.read())
+    return f"{len(files):,} feature files of {total:,} bytes, sha256 {digest.hexdigest()[:16]}"
+
+
+def host_contract(config: Config, *, ranks: int, total_steps: int) -> dict[str, Any]:
+    """What SpecForge's trainer compares by itself, under its own names."""
+    training = config.training
+    terms = {
+        "world_size": ranks,
+        "batch_size": training.batch_size,
+        "accumulation_steps": training.accumulation_steps,
+        "effective_total_steps": total_steps,
+    }
+    streamed = bool(config.data.prompts_path)  # for SpecForge a stream is one epoch, and its plan is ours
+    return terms if streamed else terms | {"num_epochs": training.num_epochs}
+
+
+def refuse_changes(checkpoint: str, current: Mapping[str, Any]) -> None:
+    """Compare the contract of this run with the one that ``checkpoint`` was written under.
+
+    Raises:
+        RecipeError: something differs; all of it is named.
+    """
+    state = read_state(Path(checkpoint))
+    then = dict(terms({key: state[key] for key in current if key in state}))
+    now = dict(terms(current))
+    names = [*now, *(name for name in then if name not in now)]
+    differing = [
+        f"{name} was {then.get(name, 'not recorded')} and is {now.get(name, 'not there')}"
+        for name in names
+        if then.get(name) != now.get(name) or (name in then) != (name in now)
+    ]
+    if differing:
+        more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+        raise RecipeError(
+            f"--resume: {Path(checkpoint).name} belongs to another run: {'; '.join(differing[:SHOWN])}{more}; "
+            "restore that, or start in another output_dir"
+        )
+
+
+def terms(contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A contract as (name in the recipe, readable value), inventories of files taken apart."""
+    for key, value in contract.items():
+        if key == STEP_OPTIONS_CONTRACT_KEY:
+            yield from ((f"training.{name}", str(inner)) for name, inner in value)
+        elif key == MODEL_PROVENANCE_CONTRACT_KEY:
+            for name, inner in value:
+                if name == "capture_layers":
+                    continue  # dspine.target_layer_ids once more
+                shown = SPELLING.get(f"{key}.{name}", f"model.{name}")
+                if isinstance(inner, tuple) and inner[0] == "directory-stat-v2":
+                    _kind, folder, files = inner
+                    yield shown, str(folder)
+                    yield from ((f"{shown}/{file[1]}", readable(file)) for file in files)
+                else:
+                    yield shown, str(inner)
+        else:
+            yield SPELLING.get(key, key), str(value)
+
+
+def readable(identity: tuple[Any, ...]) -> str:
+    """SpecForge's identity of one file: small ones by content, large ones by size and modification time."""
+    kind, _name, size, mark = identity
+    if kind == "sha256":
+        return f"{size:,} bytes, sha256 {mark[:16]}"
+    return f"{size:,} bytes of {datetime.fromtimestamp(mark / 1e9, UTC):%Y-%m-%d %H:%M:%S.%f}"

@@ -1,0 +1,41 @@
+"""The one place that touches SpecForge's private parts, behind a version check.
+
+Each name below has no public counterpart in SpecForge 0.2; everything else in this package uses its seams.
+``train_windows`` is the one patch: SpecForge's ``Trainer`` builds its core itself, and its evaluator knows no
+refined path. That core (window.py) overrides ``TrainerCore._normalize_gradients``, whose ValueError says Σ W = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specforge_dspine.utils.versions import require
+
+require("specforge")
+
+from specforge.algorithms.model_providers import (  # noqa: E402
+    _build_dflash_family_model as build_dflash_family_model,
+)
+from specforge.algorithms.model_providers import build_registered_draft  # noqa: E402
+from specforge.cli import _bootstrap_single_process_env as bootstrap_single_process_env  # noqa: E402
+from specforge.training.assembly import _optimizer_factory as optimizer_factory  # noqa: E402
+from specforge.training.assembly import build_model_bundle  # noqa: E402
+from specforge.training.controller import TrainerCore  # noqa: E402
+
+__all__ = [
+    "bootstrap_single_process_env",
+    "build_dflash_family_model",
+    "build_model_bundle",
+    "build_registered_draft",
+    "optimizer_factory",
+    "train_windows",
+]
+
+
+def train_windows(trainer: Any, make_core: Callable[[TrainerCore], TrainerCore], evaluate: Callable[[], Any]) -> None:
+    """Give SpecForge's ``trainer``, which has not stepped yet, the core that ``make_core`` makes of its own, and
+    ``evaluate`` as what it does every ``eval_interval`` steps."""
+    controller = trainer._controller
+    trainer.core = controller.core = make_core(trainer.core)
+    controller.evaluate_configured = evaluate

@@ -1,0 +1,375 @@
+"""The output of a long job: it survives a kill, is never half there, and is never taken for another job's.
+
+Until a job is done its rows are in one SQLite file, ``OUTPUT.partial``, together with how far it has come: what was
+committed is there after a kill, and nothing else is. Then ``OUTPUT.dropped.jsonl``, further outputs and ``OUTPUT``
+appear, each whole, and last of all ``OUTPUT.summary.json``: every input that they depend on, the rows counted, and a
+hash of each file. Rows that came in are rows kept and rows dropped, or the job does not end. What a job replaces
+stays until then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from itertools import zip_longest
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+from specforge_dspine.utils.files import file_sha256, replacing, to_line
+
+SHOWN_CHANGES = 3
+"""Inputs that a message names; the others are counted."""
+
+
+def difference(was: Any, now: Any) -> str:
+    """How a value that decides an output changed, in words; of lists of inputs only the first ones that differ."""
+    if not (isinstance(was, list) and isinstance(now, list) and max(len(was), len(now)) > SHOWN_CHANGES):
+        return f"was {was!r} and is now {now!r}"
+    pairs = [(k, one, other) for k, (one, other) in enumerate(zip_longest(was, now), 1) if one != other]
+    shown = "; ".join(f"number {k} was {one!r} and is now {other!r}" for k, one, other in pairs[:SHOWN_CHANGES])
+    more = len(pairs) - SHOWN_CHANGES
+    return f"differ: {shown}" + (f"; and {more} more" if more > 0 else "")
+
+
+ENDED = "ended"
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS kept (place INTEGER PRIMARY KEY, output INTEGER, key INTEGER, line BLOB);
+CREATE TABLE IF NOT EXISTS dropped (place INTEGER PRIMARY KEY, reason TEXT, line BLOB);
+"""
+OPTIONS = """
+PRAGMA page_size = 16384;
+PRAGMA locking_mode = EXCLUSIVE;
+PRAGMA synchronous = NORMAL;
+PRAGMA cache_size = -65536;
+"""
+
+
+class LedgerError(ValueError):
+    """The output belongs to another job, or cannot be written; the message says what to do."""
+
+
+class OtherInputs(LedgerError):
+    """What is there was made from other inputs."""
+
+
+class Damaged(LedgerError):
+    """What is there cannot be read, now or later."""
+
+
+class AnotherProcess(LedgerError):
+    """Somebody works on this output now."""
+
+
+class Ledger:
+    """The rows of one job, for one process at a time: ``is_finished``, then ``with ledger:``.
+
+    Args:
+        outputs: the final files; the first is ``OUTPUT``.
+        command: the job's kind.
+        inputs: JSON values that decide the content; only a job with the same ones continues.
+        reads: files and folders that are read; none of them may be written.
+        overwrite: replaces what is there, once the job is done; a partial file of other inputs is discarded.
+
+    Raises:
+        LedgerError: a file would be written that is read, or written twice, or is no ordinary file.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Path],
+        command: str,
+        inputs: Mapping[str, Any],
+        *,
+        reads: Iterable[str | Path] = (),
+        overwrite: bool = False,
+    ) -> None:
+        self.outputs = list(outputs)
+        self.output = self.outputs[0]
+        self._inputs = json.loads(json.dumps({"command": command, **inputs}))  # tuples become lists, as in the file
+        self.summary_path = _beside(self.output, "summary.json")
+        self.dropped_path = _beside(self.output, "dropped.jsonl")
+        self._partial_path = _beside(self.output, "partial")
+        self._journal_path = _beside(self.output, "partial-journal")  # SQLite's own
+        self.overwrite = overwrite
+        self._db: sqlite3.Connection | None = None
+        self._check_paths(reads)
+
+    @property
+    def db(self) -> sqlite3.Connection:
+        """Where the rows are, inside of the context; an index of the job's own may be there too."""
+        assert self._db is not None, "for use inside of the context"
+        return self._db
+
+    def is_finished(self) -> bool:
+        """Whether the outputs are the whole result of these inputs.
+
+        Raises:
+            LedgerError: they are from other inputs (the message says which), or changed since, or foreign.
+        """
+        if self.overwrite:
+            return False
+        if not self.summary_path.exists():
+            for path in self.outputs:
+                if path.exists() and not self._partial_path.exists():
+                    raise LedgerError(
+                        f"{path} is there without {self.summary_path.name}: not from here; {self._advice}"
+                    )
+            return False
+        summary = self._summary()
+        if summary is None:
+            raise LedgerError(f"{self.summary_path} is not from here; {self._advice}")
+        self._compare(summary["inputs"])
+        for path in (*self.outputs, self.dropped_path):
+            if not path.exists() or file_sha256(path) != summary["sha256"].get(path.name):
+                raise LedgerError(f"{path} is gone or was changed after it was written; {self._advice}")
+        return True
+
+    def is_own(self) -> bool:
+        """Whether the output was made by the same command, from whatever inputs."""
+        summary = self._summary()
+        return summary is not None and summary["inputs"].get("command") == self._inputs["command"]
+
+    def _summary(self) -> dict[str, Any] | None:
+        """The summary that is there, if it is one of a ledger."""
+        try:
+            found = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        is_own = isinstance(found, dict) and all(isinstance(found.get(name), dict) for name in ("inputs", "sha256"))
+        return found if is_own else None
+
+    def _check_paths(self, reads: Iterable[str | Path]) -> None:
+        """By real path, so that no link hides that two names are one file."""
+        if len({path.name for path in self.outputs}) < len(self.outputs):
+            raise LedgerError(f"{' and '.join(map(str, self.outputs))}: give the files names of their own")
+        read = {Path(os.path.realpath(path)): path for path in reads}
+        written: dict[Path, Path] = {}
+        beside = (self.summary_path, self.dropped_path, self._partial_path, self._journal_path)
+        for path in (*beside, *self.outputs):
+            real = Path(os.path.realpath(path))
+            if real in written:
+                raise LedgerError(f"{path} is where {written[real].name} of {self.output} goes; name another file")
+            if real in read:
+                raise LedgerError(f"{path} would be written, but is read as {read[real]}; name another output")
+            folder = next((read[parent] for parent in real.parents if parent in read), None)
+            if folder is not None:
+                raise LedgerError(
+                    f"{path} would be written into {folder}, all of which is read, and the next run would read it; "
+                    "name an output elsewhere, or single files as inputs"
+                )
+            if path.exists() and not path.is_file():
+                raise LedgerError(f"{path} is not an ordinary file; name a file that can be written and replaced")
+            written[real] = path
+
+    def __enter__(self) -> Ledger:
+        """Opens what an earlier run left, or begins.
+
+        Raises:
+            LedgerError: another process works on it, it is from other inputs, or it is damaged.
+        """
+        try:
+            self._begin()
+        except (OtherInputs, Damaged):
+            if not self.overwrite:
+                raise
+            for path in (self._partial_path, self._journal_path):
+                path.unlink(missing_ok=True)
+            self._begin()
+        return self
+
+    def _begin(self) -> None:
+        self._db = self._open()
+        try:
+            self._db.executescript(SCHEMA)
+            was = self.fact("inputs")
+            if was is None:
+                self.set_fact("inputs", self._inputs)
+            else:
+                self._compare(was)
+            self._db.execute("BEGIN")
+        except Exception as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.db.close()  # what was not committed is rolled back
+        self._db = None
+        if isinstance(error, sqlite3.Error):
+            raise LedgerError(
+                f"{self._partial_path}: {error} (is the disk full, or a file size limit reached?). Nothing of what "
+                "was committed is lost: make room, and the same command continues"
+            ) from error
+
+    def keep(self, line: bytes, *, output: int = 0, place: int | None = None, key: int | None = None) -> None:
+        """A line for the output of that number; in the order of ``place``, by default as they come.
+
+        ``key`` is 64 bits by which a continued job can know the row.
+        """
+        self.db.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", (place, output, _signed(key), line))
+
+    def drop(self, file: str, line: int | None, reason: str, detail: str, **more: Any) -> None:
+        """A row that is left out: where it is and why. ``place`` in ``more`` orders it."""
+        place = more.pop("place", None)
+        row = {"file": file, "line": line, "reason": reason, "detail": detail, **more}
+        self.db.execute("INSERT INTO dropped VALUES (?, ?, ?)", (place, reason, to_line(row)))
+
+    def fact(self, name: str) -> Any:
+        """What :meth:`set_fact` noted, in an earlier run too; None if nothing."""
+        row = self.db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def set_fact(self, name: str, value: Any) -> None:
+        """Notes a JSON value, as much and as little lasting as the rows beside it."""
+        self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value)))
+
+    def commit(self) -> None:
+        """Everything up to here stays, whatever happens."""
+        self.db.execute("COMMIT")
+        self.db.execute("BEGIN")
+
+    def kept(self) -> Iterator[Any]:
+        """The rows kept so far, in their order, as JSON values."""
+        return (json.loads(line) for (line,) in self.db.execute("SELECT line FROM kept ORDER BY place"))
+
+    def ended(self) -> dict[str, Any] | None:
+        """The arguments of a :meth:`finish` that could not write its files: all rows are there, none is to come."""
+        found = self.fact(ENDED)
+        return found if found is None else dict(found)
+
+    def counts(self) -> tuple[int, dict[str, int]]:
+        """Rows kept, and rows dropped by reason, most first."""
+        (kept,) = self.db.execute("SELECT COUNT(*) FROM kept").fetchone()
+        reasons = self.db.execute("SELECT reason, COUNT(*) FROM dropped GROUP BY reason ORDER BY 2 DESC, 1")
+        return kept, dict(reasons.fetchall())
+
+    def reasons(self) -> str:
+        """Why rows were dropped, in words."""
+        dropped = self.counts()[1]
+        return "; ".join(f"{number} × {reason}" for reason, number in dropped.items()) or "the input is empty"
+
+    def finish(self, rows_in: int, facts: Mapping[str, Any], *, rows_kept: int | None = None) -> dict[str, Any]:
+        """Writes the final files and returns the summary; ``facts`` go into it.
+
+        ``rows_kept`` is for outputs that are no rows.
+
+        Raises:
+            LedgerError: a file cannot be written.
+            RuntimeError: rows were lost on the way: an error in this program.
+        """
+        kept, dropped = self.counts()
+        are_pages = rows_kept is not None
+        kept = kept if rows_kept is None else rows_kept
+        if rows_in != kept + sum(dropped.values()):
+            raise RuntimeError(f"{rows_in} rows came in, {kept} were kept and {sum(dropped.values())} dropped")
+        self.set_fact(ENDED, {"rows_in": rows_in, "facts": dict(facts), "rows_kept": rows_kept})
+        self.commit()
+        written = {
+            path: f"SELECT line FROM kept WHERE output = {number} ORDER BY place"
+            for number, path in enumerate(self.outputs)
+        }
+        written[self.dropped_path] = "SELECT line FROM dropped ORDER BY place"
+        files: dict[str, int] = {}
+        hashes: dict[str, str] = {}
+        try:
+            # All are written before the first takes its place. They do so in reverse order: the summary is the last.
+            with ExitStack() as stack:
+                about = stack.enter_context(replacing(self.summary_path))
+                for path, query in written.items():
+                    file = stack.enter_context(replacing(path))
+                    with closing(self.db.execute(query)) as rows:  # left open, it would hold the lock
+                        lines = (line for (line,) in rows)
+                        bar = tqdm(lines, desc=f"writing {path.name}", unit=" rows", leave=False, disable=None)
+                        files[path.name] = _fill(path, file, bar)
+                    hashes[path.name] = file_sha256(Path(file.name))
+                summary = {
+                    "inputs": self._inputs,
+                    "rows_in": rows_in,
+                    "rows_kept": kept,
+                    "rows_dropped": dropped,
+                    **({} if are_pages else {"rows_by_file": {path.name: files[path.name] for path in self.outputs}}),
+                    **facts,
+                    "sha256": hashes,
+                }
+                text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+                _fill(self.summary_path, about, [text.encode()])
+                self.summary_path.unlink(missing_ok=True)  # from here on the old result is no longer whole
+        except OSError as error:
+            raise LedgerError(
+                f"{error.filename or self.output}: {error.strerror or error}. The rows are safe in "
+                f"{self._partial_path}: make room, and the same command finishes the work"
+            ) from error
+        self._partial_path.unlink()
+        return summary
+
+    @property
+    def _advice(self) -> str:
+        return f"give --overwrite to replace {self.output}, or name another file"
+
+    def _compare(self, was: Mapping[str, Any]) -> None:
+        changed = [
+            f"{name} {difference(was.get(name), self._inputs.get(name))}"
+            for name in sorted(was.keys() | self._inputs.keys())
+            if was.get(name) != self._inputs.get(name)
+        ]
+        if changed:
+            raise OtherInputs(f"{self.output} is from other inputs: {'; '.join(changed)}. To go on, {self._advice}")
+
+    def _open(self) -> sqlite3.Connection:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        db = None
+        try:
+            db = sqlite3.connect(self._partial_path, timeout=0, isolation_level=None)
+            db.executescript(OPTIONS)
+            db.execute("BEGIN EXCLUSIVE")  # the kernel lifts the lock when the process ends
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if db is not None:
+                db.close()
+            if "locked" in str(error):
+                raise AnotherProcess(
+                    f"another process is writing {self.output}; wait for it or name another file"
+                ) from None
+            if "not a database" in str(error):
+                raise Damaged(f"{self._partial_path}: {error}; {self._advice}") from error
+            raise LedgerError(
+                f"{self._partial_path}: {error} (no permission, no room, or damaged?). Mend that, and the same "
+                "command continues"
+            ) from error
+        return db
+
+
+def read_kept_keys(db: sqlite3.Connection) -> Iterator[int]:
+    """The keys of all rows kept so far, as they were given."""
+    for (key,) in db.execute("SELECT key FROM kept WHERE key IS NOT NULL"):
+        yield key % (1 << 64)
+
+
+def _fill(path: Path, file: BinaryIO, lines: Iterable[bytes]) -> int:
+    """Writes ``lines`` for ``path``; returns how many there were."""
+    number = 0
+    try:
+        for line in lines:
+            file.write(line)
+            number += 1
+        file.flush()
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    return number
+
+
+def _signed(key: int | None) -> int | None:
+    return None if key is None else key - (1 << 64) if key >= 1 << 63 else key
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    return output.with_name(f"{output.name}.{suffix}")

@@ -1,0 +1,80 @@
+"""Rows on their way through workers: in order, on all cores, and continued where they stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.pipeline.command import Passage
+from data_prep.pipeline.worker_pool import Workers
+from data_prep.readers.chunks import Chunk
+from data_prep.readers.inputs import Inputs, open_inputs
+from specforge_dspine.utils.ledger import Ledger
+from tests.conftest import wait_for
+
+FILES = 12
+
+
+def prepare(folder: Path, count: int) -> Callable[[Chunk], tuple[str, list[Any]]]:
+    """Waits for all workers: a machine under load starts one long before the other."""
+    (folder / str(os.getpid())).touch()
+    wait_for(lambda: len(list(folder.iterdir())) >= count, 120)
+
+    def work(chunk: Chunk) -> tuple[str, list[Any]]:
+        time.sleep(0.02)  # else one worker might take them all
+        return chunk.source, [(entry["prompt"], os.getpid()) for _, entry in chunk.rows()]
+
+    return work
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Inputs:
+    """Small files of 0, 1 or 2 rows."""
+    for number in range(FILES):
+        text = "".join(json.dumps({"prompt": f"{number}.{row}"}) + "\n" for row in range(number % 3))
+        (tmp_path / f"{number:02}.jsonl").write_text(text)
+    return open_inputs([str(tmp_path)])
+
+
+def taken(
+    inputs: Inputs, out: Path, count: int, *, in_turn: bool, stop_after: int | None = None
+) -> list[tuple[str, int]]:
+    """What comes of the rows until it is enough; then everything is committed."""
+    found: list[tuple[str, int]] = []
+    present = out.with_name(f"{out.name}.workers")
+    present.mkdir(parents=True, exist_ok=True)
+    with Ledger([out], "test", {}) as ledger, Workers(count, prepare, present, count) as workers:
+        passage = Passage(inputs, workers, ledger, in_turn=in_turn)
+        for _, results in passage:
+            found += results
+            if stop_after is not None and len(found) >= stop_after:
+                passage._commit()
+                break
+    return found
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_many_small_files_use_all_workers_and_stay_in_order(tmp_path: Path, inputs: Inputs, in_turn: bool) -> None:
+    alone = taken(inputs, tmp_path / "out" / "a", 1, in_turn=in_turn)
+    together = taken(inputs, tmp_path / "out" / "b", 2, in_turn=in_turn)
+    names = [f"{number}.{row}" for number in range(FILES) for row in range(number % 3)]
+    ordered = sorted(names, key=lambda name: name.partition(".")[2]) if in_turn else names
+    assert [name for name, _ in alone] == [name for name, _ in together] == ordered
+    pids = {pid for _, pid in together}
+    assert len(pids) == 2 and os.getpid() not in pids
+    assert {pid for _, pid in alone} == {os.getpid()}
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_continued_at_every_row_gives_every_row_once(tmp_path: Path, inputs: Inputs, in_turn: bool) -> None:
+    whole = taken(inputs, tmp_path / "out" / "a", 1, in_turn=in_turn)
+    for stop in range(1, len(whole)):
+        out = tmp_path / "out" / f"{stop}"
+        first = taken(inputs, out, 1, in_turn=in_turn, stop_after=stop)
+        assert first + taken(inputs, out, 1, in_turn=in_turn) == whole

@@ -1,0 +1,354 @@
+"""Plans: steps and schedules from data, batch and ranks; what cannot run is refused; sizes on the meta device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specforge_dspine.formats.reader import read_checkpoint
+from specforge_dspine.formats.writer import write_checkpoint
+from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
+from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.state_dict import READY, TABLE
+from specforge_dspine.training import plan as planning
+from specforge_dspine.training.plan import Plan, make_plan, meta_draft
+from specforge_dspine.training.recipe import check_recipe
+from specforge_dspine.training.specforge_internals import build_model_bundle
+from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.utils.fingerprint import model_fingerprint
+from tests.support.features import write_features
+from tests.support.small import save_tokenizer, tiny_recipe, write_samples
+from tests.support.targets import build_llama, build_qwen3
+
+LAYERS = [0, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two tiny targets, 24 samples, and 10 feature files of them."""
+    root = tmp_path_factory.mktemp("plans")
+    save_tokenizer(build_qwen3(root / "target"))
+    save_tokenizer(build_llama(root / "llama"))
+    write_samples(root / "samples.jsonl", 24)
+    write_samples(root / "few.jsonl", 10)
+    write_features(root / "target", root / "few.jsonl", root / "features", LAYERS)
+    return root
+
+
+def resolve(world: Path, *, offline: bool = False, ranks: int = 1, **sections: dict[str, Any]) -> Plan:
+    """The plan of a tiny recipe; ``sections`` change what it says; a value of None takes a key out."""
+    data = (
+        {"hidden_states_path": str(world / "features")} if offline else {"prompts_path": str(world / "samples.jsonl")}
+    )
+    document = tiny_recipe(
+        world / "target",
+        world / "run",
+        data=data,
+        stream={"servers": ["http://127.0.0.1:1"]},
+        runtime={"in_flight_low_watermark": 64, "in_flight_high_watermark": 128},
+    )
+    for section, values in sections.items():
+        document[section] = {k: v for k, v in (document[section] | values).items() if v is not None}
+    return make_plan(check_recipe(document, world_size=ranks), ranks=ranks)
+
+
+def refusal(world: Path, **sections: Any) -> str:
+    with pytest.raises(RecipeError) as caught:
+        resolve(world, **sections)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "training", "quantum", "steps", "remainder", "not_reached"),
+    [
+        (1, {}, 2, 12, 0, 0),
+        (1, {"batch_size": 5}, 5, 4, 4, 0),
+        (1, {"accumulation_steps": 3, "num_epochs": 2}, 6, 8, 0, 0),
+        (3, {"accumulation_steps": 2}, 12, 2, 0, 0),
+        (7, {"num_epochs": 3}, 14, 5, 2, 0),
+        (1, {"max_steps": 5}, 2, 5, 0, 14),
+        (1, {"batch_size": 5, "max_steps": 3}, 5, 3, 4, 5),
+    ],
+)
+def test_streamed_steps(
+    world: Path, ranks: int, training: dict[str, Any], quantum: int, steps: int, remainder: int, not_reached: int
+) -> None:
+    """A step takes ranks × batch × accumulation samples; epochs run on without a break."""
+    plan = resolve(world, ranks=ranks, training={"max_steps": None} | training)
+    assert (plan.quantum, plan.steps, plan.total_steps) == (quantum, steps, steps)
+    assert (plan.remainder, plan.not_reached) == (remainder, not_reached)
+    assert len(plan.samples) == 24 and not plan.files
+
+
+@pytest.mark.parametrize(
+    ("ranks", "training", "steps", "not_reached"),
+    [
+        (1, {}, 5, 0),
+        (1, {"batch_size": 5, "num_epochs": 3}, 6, 0),
+        (1, {"batch_size": 5, "num_epochs": 2, "accumulation_steps": 2}, 2, 0),
+        (5, {}, 1, 0),
+        (1, {"max_steps": 2}, 2, 6),
+    ],
+)
+def test_offline_steps(world: Path, ranks: int, training: dict[str, Any], steps: int, not_reached: int) -> None:
+    plan = resolve(world, offline=True, ranks=ranks, training={"max_steps": None} | training)
+    assert (plan.steps, plan.total_steps, plan.remainder, plan.not_reached) == (steps, steps, 0, not_reached)
+    assert len(plan.files) == 10 and not plan.samples
+    assert f"offline features in {world / 'features'}" in plan.render()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "training", "message"),
+    [
+        (1, {"batch_size": 3}, "of 10 feature files 1 would fill no batch"),
+        (2, {"batch_size": 2}, "of 10 feature files 2 would fill no batch"),
+        (4, {"batch_size": 3}, "of 10 feature files 10 would fill no batch"),
+        (1, {"accumulation_steps": 2}, "incomplete gradient accumulation: 5 micro-batches"),
+    ],
+)
+def test_an_offline_plan_that_does_not_divide_is_refused(
+    world: Path, ranks: int, training: dict[str, Any], message: str
+) -> None:
+    """No sample is dropped or repeated silently."""
+    with pytest.raises(RecipeError, match=message):
+        resolve(world, offline=True, ranks=ranks, training={"max_steps": None} | training)
+
+
+def test_schedules_follow_the_horizon(world: Path) -> None:
+    plan = resolve(world, training={"max_steps": 6, "total_steps": 120, "warmup_ratio": 0.04})
+    assert (plan.steps, plan.total_steps, plan.warmup_steps) == (6, 120, 4)
+    text = plan.render()
+    assert "6 steps of 120; lr 0.001, warm-up 4 steps, then cosine" in text
+    assert "p = 0.5 until step 20, 0 from step 40, in layers 1–1" in text
+    assert "β = 0.5 after 4 steps" in text
+    assert plan.draft_config.dspine_config["alignment_warmup_steps"] == 4
+    given = resolve(world, dspine={"alignment_warmup_steps": 146})
+    assert "β = 0.5 after 146 steps" in given.render()
+    assert given.draft_config.dspine_config["alignment_warmup_steps"] == 146
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"training": {"max_steps": 13}},
+            "training.max_steps=13 needs 26 samples; data × epochs give 12 steps: raise",
+        ),
+        ({"training": {"total_steps": 3}}, "training.total_steps=3 is below the 4 steps of this run"),
+        (
+            {"training": {"batch_size": 25}},
+            "no optimizer step: 24 samples × 1 epochs, and one step takes 25; add data",
+        ),
+        (
+            {"runtime": {"in_flight_low_watermark": 1}},
+            "runtime.in_flight_low_watermark=1 is below one optimizer step of 2 samples; set it to at least 2",
+        ),
+        (
+            {"offline": True, "training": {"max_steps": None, "accumulation_steps": 2}},
+            "5 micro-batches across 1 epoch(s) is not divisible by accumulation_steps=2 (remainder=1); adjust "
+            "batch/accumulation/epochs or set max_steps <= 2",
+        ),
+        ({"training": {"attention_backend": "fa"}}, "attention_backend='fa'; supported: ['eager', 'flex_attention'"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_would(world: Path, sections: dict[str, Any], message: str) -> None:
+    assert message in refusal(world, **sections)
+
+
+def test_two_ranks_need_twice_the_samples_in_flight(world: Path) -> None:
+    runtime = {"in_flight_low_watermark": 4}
+    assert resolve(world, runtime=runtime).quantum == 2
+    assert "is below one optimizer step of 6 samples" in refusal(world, ranks=3, runtime=runtime)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"attention_backend": "flex_attention"}, "'flex_attention' has no CPU backward; use sdpa"),
+        ({"fsdp_sharding": "SHARD_GRAD_OP"}, "'SHARD_GRAD_OP' needs an accelerator; use NO_SHARD"),
+    ],
+)
+def test_defaults_of_specforge_that_no_cpu_has_are_refused(
+    world: Path, training: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert message in refusal(world, training=training)
+    monkeypatch.setattr(planning, "get_device_type", lambda: "cuda")
+    assert resolve(world, training=training).steps == 4  # nothing else is in the way
+
+
+def test_the_draft_takes_its_shape_from_target_and_recipe(world: Path) -> None:
+    config = resolve(world, model={"target_model_path": str(world / "llama")}).draft_config
+    assert config.architectures == ["DSpineDraftModel"] and config.model_type == "qwen3"
+    assert (config.hidden_size, config.head_dim) == (64, 16)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    assert (config.num_hidden_layers, config.num_target_layers, config.block_size) == (2, 6, 4)
+    assert config.layer_types == ["full_attention"] * 2 and config.is_causal is True
+    assert config.tie_word_embeddings is False and config.hidden_act == "silu"
+    assert config.rope_parameters["rope_theta"] == 10000.0
+    assert (config.bos_token_id, config.eos_token_id) == (1, 2)
+    assert config.dflash_config == {"mask_token_id": 250, "target_layer_ids": LAYERS, "block_size": 4, "causal": True}
+    assert config.dspine_config["excluded_ids"] == [250] and config.dspine_config["valid_vocab_size"] == 250
+
+
+def test_ids_that_the_recipe_excludes_join_the_mask(world: Path) -> None:
+    config = resolve(world, dspine={"excluded_ids": [9, 7], "valid_vocab_size": 249}).draft_config
+    assert config.dspine_config["excluded_ids"] == [7, 9, 250]
+    assert config.dspine_config["valid_vocab_size"] == 249
+
+
+@pytest.fixture(scope="module")
+def manifest(world: Path) -> dict[str, Any]:
+    """What ``specforge_dspine.capture`` would have written beside the features."""
+    target = dataclasses.asdict(resolve(world, offline=True).target)
+    return {"complete": True, "inputs": target | {"model_fingerprint": model_fingerprint(world / "target")}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"model_path": "/moved/elsewhere"}, None),
+        ({"layers": [0, 2, 3]}, "layers: there [0, 2, 3], here [0, 2, 4]"),
+        ({"dtype": "bfloat16"}, "dtype: there 'bfloat16', here 'float32'"),
+        ({"num_layers": 8}, "num_layers: there 8, here 6"),
+        ({"model_fingerprint": "0" * 64}, "model_fingerprint: there '000000"),
+    ],
+)
+def test_features_of_another_target_are_refused(
+    world: Path, manifest: dict[str, Any], change: dict[str, Any], message: str | None
+) -> None:
+    path = world / "features" / "manifest.json"
+    path.write_text(json.dumps(manifest | {"inputs": manifest["inputs"] | change}))
+    try:
+        if message is None:
+            assert resolve(world, offline=True).steps == 4
+        else:
+            assert message in refusal(world, offline=True)
+    finally:
+        path.unlink()
+
+
+def test_an_unfinished_capture_is_refused(world: Path, manifest: dict[str, Any]) -> None:
+    path = world / "features" / "manifest.json"
+    path.write_text(json.dumps(manifest | {"complete": False}))
+    try:
+        assert "the capture was not finished; run the same command again" in refusal(world, offline=True)
+    finally:
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(world: Path) -> Path:
+    """An exported draft for the tiny target, to start from; its training settings are not the recipe's."""
+    plan = resolve(world, dspine={"ce_weight": 0.7})
+    draft = DSpineDraftModel(plan.draft_config)
+    tensors = dict(draft.state_dict()) | {READY: torch.tensor(True)}
+    tensors[TABLE] = torch.nn.functional.normalize(torch.randn(256, 16))
+    write_checkpoint(tensors, plan.draft_config, "specforge", world / "start", torch.float32)
+    return world / "start"
+
+
+def test_a_warm_start_keeps_the_drafts_shape_and_takes_the_recipes_settings(world: Path, checkpoint: Path) -> None:
+    plan = resolve(world, model={"draft_checkpoint_path": str(checkpoint)})
+    assert plan.draft_config.dspine_config["ce_weight"] == 0.1
+    assert plan.draft_config.dspine_config["excluded_ids"] == [250]
+
+
+def test_a_warm_start_loads_the_drafts_weights_and_its_own_table(world: Path, checkpoint: Path) -> None:
+    plan = resolve(world, model={"draft_checkpoint_path": str(checkpoint)})
+    draft = build_model_bundle(plan.recipe.host, algorithm=plan.algorithm).draft_model
+    saved, _ = read_checkpoint(checkpoint)
+    assert all(torch.equal(value, saved[name]) for name, value in draft.state_dict().items())
+    assert draft.settings.ce_weight == 0.1
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"dspine": {"block_size": 5}}, "dspine.block_size=5: the draft to start from has 4; give that"),
+        ({"dspine": {"num_hidden_layers": 3}}, "dspine.num_hidden_layers=3: the draft to start from has 2"),
+        (
+            {"dspine": {"target_layer_ids": [0, 2, 3]}},
+            "dspine.target_layer_ids=[0, 2, 3]: the draft to start from has",
+        ),
+        ({"dspine": {"transfer_rank": 8}}, "dspine.transfer_rank=8: the draft to start from has 16"),
+        ({"dspine": {"message_size": 4}}, "dspine.message_size=4: the draft to start from has 8"),
+        ({"model": {"mask_token_id": 251}}, "model.mask_token_id=251: the draft to start from was trained with 250"),
+    ],
+)
+def test_a_warm_start_that_contradicts_the_recipe_is_refused(
+    world: Path, checkpoint: Path, sections: dict[str, Any], message: str
+) -> None:
+    sections.setdefault("model", {})["draft_checkpoint_path"] = str(checkpoint)
+    assert message in refusal(world, **sections)
+
+
+def test_a_warm_start_of_another_target_is_refused(world: Path, checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
+    message = refusal(world, model={"draft_checkpoint_path": str(tmp_path)})
+    assert "the draft to start from has hidden_size=32, the target 64" in message
+
+
+def test_sizes_of_qwen3_8b_without_its_memory() -> None:
+    """Five layers over H = 4096 with r = 1024, a = 512: the paper's "about 33M", in the released names."""
+    config = small_draft_config(
+        vocab_size=151936,
+        hidden_size=4096,
+        layers=5,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate_size=12288,
+        eps=1e-6,
+        theta=1e6,
+        block_size=16,
+        target_layer_ids=[1, 9, 17, 25, 33],
+        num_target_layers=36,
+        mask_token_id=151669,
+        settings=DSpineSettings(transfer_rank=1024, message_size=512, replacement_layers=3),
+    )
+    draft = meta_draft(config)
+    assert draft.num_injection_parameters() == 33_030_656
+    shapes = {name: tuple(value.shape) for name, value in draft.state_dict().items()}
+    assert all(value.is_meta for value in draft.state_dict().values())
+    backbone = {
+        "fc.weight": (4096, 20480),
+        "hidden_norm.weight": (4096,),
+        "norm.weight": (4096,),
+    }
+    injection = {
+        "injection.message.weight": (512, 1024),
+        "injection.receiver_gate.weight": (512, 1024),
+        "injection.predecessor_gate.weight": (512, 1024),
+        "injection.bias": (512,),
+        "transfer_codes": (151936, 1024),
+        "transfer_ready": (),
+    }
+    for i in range(5):
+        layer = f"layers.{i}."
+        backbone |= {
+            layer + "input_layernorm.weight": (4096,),
+            layer + "post_attention_layernorm.weight": (4096,),
+            layer + "self_attn.q_proj.weight": (4096, 4096),
+            layer + "self_attn.k_proj.weight": (1024, 4096),
+            layer + "self_attn.v_proj.weight": (1024, 4096),
+            layer + "self_attn.o_proj.weight": (4096, 4096),
+            layer + "self_attn.q_norm.weight": (128,),
+            layer + "self_attn.k_norm.weight": (128,),
+            layer + "mlp.gate_proj.weight": (12288, 4096),
+            layer + "mlp.up_proj.weight": (12288, 4096),
+            layer + "mlp.down_proj.weight": (4096, 12288),
+        }
+        injection |= {
+            f"injection.readouts.{i}.weight": (1024, 4096),
+            f"injection.writes.{i}.weight": (4096, 512),
+        }
+    assert len(backbone) == 58
+    assert shapes == backbone | injection
+    assert draft.transfer_codes.dtype is torch.float32

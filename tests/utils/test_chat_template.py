@@ -1,0 +1,119 @@
+"""Rendering with Qwen3's own chat template: prompts are what a server reads, answers what it writes."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from specforge_dspine.utils.chat_template import (
+    answer_text,
+    check_template,
+    prompt_ids,
+    split_reasoning,
+    unfinished_reasoning,
+)
+from specforge_dspine.utils.invalid_row import OddEntry
+from tests.support.qwen3_tokenizer import qwen3_chat_tokenizer, qwen3_tokenizer
+
+EMPTY_REASONING = "<think>\n\n</think>\n\n"
+CHAT = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "And 3 + 3?"},
+]
+
+
+@pytest.fixture(scope="module")
+def qwen() -> PreTrainedTokenizerFast:
+    return qwen3_chat_tokenizer()
+
+
+def test_thinking_off_puts_the_empty_block_into_the_prompt(qwen: PreTrainedTokenizerFast) -> None:
+    # SpecForge#296, NeMo#3738: the template's own <think></think> was trained on.
+    prompt = prompt_ids(qwen, CHAT[:1], enable_thinking=False)
+    assert qwen.decode(prompt).endswith(f"<|im_start|>assistant\n{EMPTY_REASONING}")
+
+
+def test_thinking_on_leaves_the_reasoning_to_the_target(qwen: PreTrainedTokenizerFast) -> None:
+    prompt = prompt_ids(qwen, CHAT[:1], enable_thinking=True)
+    assert qwen.decode(prompt).endswith("<|im_start|>assistant\n")
+    assert prompt == prompt_ids(qwen, CHAT[:1], enable_thinking=None), "the template's default"
+
+
+def test_one_rendering_of_a_whole_chat_is_not_what_the_server_saw(qwen: PreTrainedTokenizerFast) -> None:
+    first = prompt_ids(qwen, CHAT[:1], enable_thinking=False)
+    second = prompt_ids(qwen, CHAT, enable_thinking=False)
+    # The template drops the empty block of the earlier answer, so no prefix of the second is the first.
+    assert second[: len(first)] != first
+    assert qwen.decode(second).count("<think>") == 1
+    for messages, ids in ((CHAT[:1], first), (CHAT, second)):
+        text = qwen.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        assert qwen(text, add_special_tokens=False).input_ids == ids
+
+
+def test_answers_enter_the_history_as_a_client_sees_them(qwen: PreTrainedTokenizerFast) -> None:
+    reasoned = "<think>\nTwo and two.\n</think>\n\nIt is 4."
+    answer = answer_text(qwen, [*qwen(reasoned).input_ids, qwen.eos_token_id])
+    assert answer == reasoned
+    history = [CHAT[0], {"role": "assistant", "content": answer}, CHAT[2]]
+    rendered = qwen.decode(prompt_ids(qwen, history, enable_thinking=True))
+    assert "It is 4.<|im_end|>" in rendered and "Two and two" not in rendered
+
+
+ASSISTANT = "<|im_start|>user\n<think> about it<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "unfinished"),
+    [
+        (ASSISTANT, "<think>\nHm", True),
+        (ASSISTANT, "<think>\nHm\n</think>\n\nYes", False),
+        (ASSISTANT, "Yes", False),
+        (ASSISTANT, "", False),
+        (f"{ASSISTANT}<think>\n", "Hm", True),
+        (f"{ASSISTANT}<think>\n", "Hm\n</think>\n\nYes<|im_end|>", False),
+        (f"{ASSISTANT}{EMPTY_REASONING}", "Yes", False),
+    ],
+)
+def test_reasoning_cut_off_is_recognised(
+    qwen: PreTrainedTokenizerFast, prompt: str, text: str, unfinished: bool
+) -> None:
+    # Thinking models' templates open <think> at the end of the prompt: then the answer holds no opening.
+    assert unfinished_reasoning(qwen, qwen(prompt).input_ids, qwen(text).input_ids) is unfinished
+
+
+def test_a_template_that_refuses_is_told_in_its_words(qwen: PreTrainedTokenizerFast) -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=qwen.backend_tokenizer)
+    plain.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(OddEntry, match=r"the template refuses these turns.*System role not supported"):
+        prompt_ids(plain, CHAT[:1], enable_thinking=None)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("<think>\nHm\n</think>\n\nYes", ("Hm", "Yes")),
+        ("Hm\n</think>\nYes", ("Hm", "Yes")),
+        ("<think>\n\n</think>\n\nYes", ("", "Yes")),
+        ("Yes", ("", "Yes")),
+    ],
+)
+def test_reasoning_is_split_as_the_template_does(content: str, parts: tuple[str, str]) -> None:
+    assert split_reasoning(content) == parts
+
+
+def test_prompts_end_with_the_user(qwen: PreTrainedTokenizerFast) -> None:
+    for history in ([], CHAT[:2]):
+        with pytest.raises(ValueError, match="must end with a user turn"):
+            prompt_ids(qwen, history, enable_thinking=None)
+
+
+def test_switches_that_a_template_would_ignore_are_refused(qwen: PreTrainedTokenizerFast) -> None:
+    check_template(qwen, True)
+    with pytest.raises(ValueError, match="no chat template"):
+        check_template(qwen3_tokenizer(), None)
+    plain = PreTrainedTokenizerFast(tokenizer_object=qwen.backend_tokenizer)
+    plain.chat_template = "{% for part in messages %}{{ part.content }}{% endfor %}"
+    check_template(plain, None)
+    with pytest.raises(ValueError, match="thinking none"):
+        check_template(plain, False)
