@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data_prep.pipeline.worker_pool import cores
 from data_prep.prompts import main as choose
 from specforge_dspine.utils.cli import positive
-from specforge_dspine.utils.files import replacing, to_line
+from specforge_dspine.utils.files import atomic_write, to_line
 
 COMMON_WORDS = """
 the of to and a in is it you that he was for on are with as his they be at one have this from or had by hot but some
@@ -54,7 +54,7 @@ def write_chats(path: Path, megabytes: float) -> int:
     """Writes :func:`chats` as the array that ShareGPT's file is (.json) or line by line; returns the rows."""
     rows = 0
     bar = tqdm(chats(megabytes), desc=f"generating {path.name}", unit=" rows", leave=False, disable=None)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         is_array = path.suffix == ".json"
         for rows, row in enumerate(bar, 1):
             before = b"" if not is_array else b"[" if rows == 1 else b","
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             print(f"{name:<40} {value:>8.0f}")
     if options.output is not None:
-        with replacing(options.output) as file:
+        with atomic_write(options.output) as file:
             file.write((json.dumps(figures, indent=2) + "\n").encode())
         print(f"written to {options.output}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Shows what training will see: samples with the mask in colour, histograms, and warnings about anything odd.
+"""Shows what training will see: samples with the mask in color, histograms, and warnings about anything odd.
 
     python -m data_prep.inspect --input data/samples.jsonl --output data/samples.html --target DIR [--show 5]
 
@@ -28,7 +28,7 @@ from specforge_dspine.utils.chat_template import SHORT, end_ids, tokenizer_ident
 from specforge_dspine.utils.cli import run
 from specforge_dspine.utils.files import printable
 from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
 
@@ -64,12 +64,12 @@ def inspect(options: argparse.Namespace) -> str:
                     if findings.samples < options.show:
                         shown.append(Shown(sample, list(spans(sample, tokenizer, known.rows))))
                     findings.add(sample)
-            except OddEntry as odd:
+            except InvalidRow as odd:
                 ledger.drop(source, line, odd.reason, odd.detail)
                 bad += 1
         if not findings.samples:
             raise ValueError(f"not one sample in {bad} rows: {ledger.reasons()}")
-        print(terminal_text(findings, shown, colour=options.colour or sys.stdout.isatty()))
+        print(terminal_text(findings, shown, color=options.color or sys.stdout.isatty()))
         ledger.keep(html_page(findings, shown, title=" ".join(map(printable, options.input))).encode())
         return {"rows_in": findings.samples + bad, "rows_kept": findings.samples, **findings.summary()}
 

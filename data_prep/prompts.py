@@ -31,7 +31,7 @@ from data_prep.pipeline.rows import Bad, guarded
 from data_prep.pipeline.worker_pool import Workers
 from data_prep.readers.inputs import open_inputs, rows_of
 from specforge_dspine.utils.cli import positive, run
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger, read_kept_keys
 
 TRAIN, HELDOUT = 0, 1
@@ -111,7 +111,7 @@ def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], list[
             with guarded():
                 turns = user_turns(read_conversation(entry))
             texts += [(f"{source}, line {line}", turn) for turn in turns]
-        except OddEntry as odd:
+        except InvalidRow as odd:
             raise ValueError(f"--decontaminate {source}, line {line}: {odd}") from odd
     return texts, inputs.identities
 

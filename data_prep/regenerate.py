@@ -31,11 +31,11 @@ from data_prep.generation.turns import MAX_TURNS, Asked, Settings, Turns, answer
 from data_prep.pipeline.command import open_ledger, parser, perform
 from data_prep.pipeline.rows import guarded, key_of, row_name
 from data_prep.readers.inputs import Inputs, open_inputs, rows_of
-from specforge_dspine.streaming.server import ManagedServer, ServerFailed, parse_ids
+from specforge_dspine.streaming.server import ManagedServer, ManagedServerError, parse_ids
 from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
 from specforge_dspine.utils.cli import positive, run
 from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
 CPU_CACHE_TOKENS = 32768
@@ -66,7 +66,7 @@ class Rows:
             try:
                 with guarded():
                     asked = self._read(number, source, line, entry, answered)
-            except OddEntry as odd:
+            except InvalidRow as odd:
                 self.rows_in += 1
                 if not dropped:
                     self._ledger.drop(source, line, odd.reason, odd.detail, place=number * MAX_TURNS)
@@ -80,13 +80,13 @@ class Rows:
     def _read(self, number: int, source: str, line: int | None, entry: Any, answered: list[dict[str, Any]]) -> Asked:
         messages = read_messages(entry)
         if len(user_turns(messages)) > MAX_TURNS:
-            raise OddEntry("too many turns", f"{len(user_turns(messages))} > {MAX_TURNS}")
+            raise InvalidRow("too many turns", f"{len(user_turns(messages))} > {MAX_TURNS}")
         name = row_name(source, entry, messages)
         (known,) = self._names.known([key := key_of(name)])
         if known and name == entry.get("id"):
-            raise OddEntry("duplicate id", f"{name}: ids must differ; data_prep.prompts gives rows ids of their own")
+            raise InvalidRow("duplicate id", f"{name}: ids must differ; data_prep.prompts writes unique ids")
         if known:
-            raise OddEntry("duplicate", "the same conversation came before, and neither has an id")
+            raise InvalidRow("duplicate", "the same conversation came before, and neither has an id")
         self._names.add(key)
         origin = entry.get("source")
         return Asked(number, name, origin if isinstance(origin, str) else source, source, line, messages, answered)
@@ -162,7 +162,7 @@ def _dtype(options: argparse.Namespace, config: PretrainedConfig, expected: Expe
         if dtype == "None":
             raise ValueError(f"--dtype: {options.target}/config.json names no dtype, so give one")
         return dtype
-    if options.dtype:  # a finished job needs no server to be recognised
+    if options.dtype:  # a finished job needs no server to be recognized
         return options.dtype
     dtypes = {served(url, expected) for url in options.server}
     if len(dtypes) > 1:
@@ -194,7 +194,7 @@ def _servers(options: argparse.Namespace, settings: Settings, expected: Expected
             extra_args=["--enable-deterministic-inference"] if settings.seed is not None else [],
         ) as server:
             yield Servers([server.url], Expected(str(options.target), settings.dtype), timeout_s, options.patience)
-    except ServerFailed as failed:
+    except ManagedServerError as failed:
         raise ValueError(str(failed)) from failed
 
 

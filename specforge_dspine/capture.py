@@ -26,10 +26,10 @@ import torch
 from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
 from tqdm import tqdm
 
-from specforge_dspine.streaming.client import SGLangClient, StreamProofError
-from specforge_dspine.streaming.feature_folder import MANIFEST, CaptureStopped, FeatureFolder, read_samples
+from specforge_dspine.streaming.client import CaptureVerificationError, SGLangClient
+from specforge_dspine.streaming.feature_folder import MANIFEST, CaptureError, FeatureFolder, read_samples
 from specforge_dspine.streaming.record import RecordError, Sample, TargetIdentity
-from specforge_dspine.streaming.server import ManagedServer, ServerFailed, parse_ids
+from specforge_dspine.streaming.server import ManagedServer, ManagedServerError, parse_ids
 from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.versions import VERSION
 
@@ -48,15 +48,15 @@ def capture(
     """Captures the samples that ``folder`` lacks, ``batch`` at a time, from a server that is proven first.
 
     Raises:
-        CaptureStopped: more than ``max_dropped`` samples were dropped (bad lines count).
-        StreamProofError: the server's capture cannot be trusted.
+        CaptureError: more than ``max_dropped`` samples were dropped (bad lines count).
+        CaptureVerificationError: the server's capture cannot be trusted.
         ConnectionError: the server is gone; what was captured stays.
     """
     head = TargetEmbeddingsAndHead.from_pretrained(
         target.model_path, device="cpu", dtype=getattr(torch, target.dtype)
     )
     probe = max(samples, key=lambda sample: len(sample.input_ids)).input_ids[:PROBE_TOKENS]
-    client.prove(target, head.lm_head.weight, probe)
+    client.verify_server(target, head.lm_head.weight, probe)
     with tqdm(samples, desc="capturing", unit="sample") as bar:
         for start in range(0, len(samples), batch):
             part = samples[start : start + batch]
@@ -72,7 +72,7 @@ def _drop(folder: FeatureFolder, note: dict[str, str], max_dropped: int) -> None
     folder.dropped.append(note)
     tqdm.write(f"dropped {note['sample']}: {note['reason']}", file=sys.stderr)
     if len(folder.dropped) > max_dropped:
-        raise CaptureStopped(
+        raise CaptureError(
             f"{len(folder.dropped)} samples were dropped, more than the {max_dropped} that --max-dropped "
             f"allows; the last: {note['sample']}: {note['reason']}"
         )
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the server is ended
     try:
         folder = run(options)
-    except (CaptureStopped, StreamProofError, ServerFailed, ConnectionError, ValueError) as error:
+    except (CaptureError, CaptureVerificationError, ManagedServerError, ConnectionError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit("stopped; the same command continues from here") from None

@@ -3,7 +3,7 @@
     python -m specforge_dspine.evaluate --draft DIR --target DIR --sets humaneval mt-bench gsm8k=FILE --out DIR
         [--server URL] [--temperature 0 1] [--top-p P] [--top-k K] [--max-new-tokens N] [--limit N] [--seed N]
 
-``--draft``: an export of either flavour, or another's DFlash. ``--sets``: see evaluation/benchmarks.py. The target
+``--draft``: an export of either flavor, or another's DFlash. ``--sets``: see evaluation/benchmarks.py. The target
 verifies in this process (transformers, with its KV cache), or through ``--server``, an SGLang server with our capture
 plugin, which takes prefix and block anew in every round. Greedy decoding of a ``captured=DIR`` set replays the
 target's answers from there; ``--live N`` decodes N of them for real as well and demands the same rounds.
@@ -37,10 +37,10 @@ from specforge_dspine.evaluation.loading import (
     version_facts,
 )
 from specforge_dspine.evaluation.results import RESULT, ROUNDS, figures, table
-from specforge_dspine.evaluation.runner import Answering, LiveMismatch, Settings, Verifying
+from specforge_dspine.evaluation.runner import EvaluationRunner, ReplayMismatchError, Settings, TargetVerifier
 from specforge_dspine.formats.writer import DTYPES
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
-from specforge_dspine.streaming.client import StreamProofError
+from specforge_dspine.streaming.client import CaptureVerificationError
 from specforge_dspine.streaming.feature_folder import check_features
 from specforge_dspine.streaming.record import RecordError, TargetIdentity
 from specforge_dspine.utils.chat_template import THINKING, check_template, end_ids, tokenizer_identity
@@ -48,7 +48,7 @@ from specforge_dspine.utils.cli import positive
 from specforge_dspine.utils.files import read_jsonl, write_json
 from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.ledger import Ledger
-from specforge_dspine.utils.signals import Interrupted, unwinding_signals
+from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
 
 VARIANTS = ("draft", "unrefined", "untrained")
 THINKING_SAID = {True: "on", False: "off", None: "the template's default"}
@@ -60,7 +60,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ValueError: bad options, sets, drafts or features, or ``--out`` belongs to other inputs.
-        LiveMismatch, StreamProofError, RecordError, ConnectionError: as ``Answering.run``.
+        ReplayMismatchError, CaptureVerificationError, RecordError, ConnectionError: as ``EvaluationRunner.run``.
     """
     settings = Settings(
         temperatures=tuple(dict.fromkeys(float(f"{t:g}") for t in options.temperature)),
@@ -93,10 +93,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     facts = identity(options, settings, draft, target, tokenizer, sets, ends)
     ledger = Ledger([options.out / ROUNDS], "evaluate", facts | {"device": device.type}, overwrite=options.overwrite)
     if not ledger.is_finished():
-        with ledger, Verifying(target, device, options.server) as verifying:
+        with ledger, TargetVerifier(target, device, options.server) as verifying:
             drafter = drafter_of(options.variant, draft.to(verifying.device), verifying)
             room = AutoConfig.from_pretrained(options.target).get_text_config().max_position_embeddings
-            answering = Answering(drafter, verifying, tokenizer, settings, ledger, stop=ends, room=room)
+            answering = EvaluationRunner(drafter, verifying, tokenizer, settings, ledger, stop=ends, room=room)
             ledger.finish(answering.run(sets), {})
     places = {"draft": str(options.draft), "target": target.model_path}
     result = facts | {"device": device.type, "paths": places}
@@ -137,7 +137,7 @@ def open_sets(specs: Sequence[str], limit: int | None) -> list[EvaluationSet]:
     return sets
 
 
-def drafter_of(variant: str, draft: DSpineDraftModel, target: Verifying) -> BlockDrafter:
+def drafter_of(variant: str, draft: DSpineDraftModel, target: TargetVerifier) -> BlockDrafter:
     """The draft as decoding uses it; without its refinement; or as training would start it."""
     if variant == "untrained":
         draft = untrained_like(draft, target.head)
@@ -225,9 +225,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace whatever --out holds, once this is done")
     options = parser.parse_args(argv)
     try:
-        with unwinding_signals():
+        with signals_as_exceptions():
             result = evaluate(options)
-    except (ValueError, OSError, LiveMismatch, StreamProofError, RecordError) as error:
+    except (ValueError, OSError, ReplayMismatchError, CaptureVerificationError, RecordError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Interrupted as received:

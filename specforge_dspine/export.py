@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specforge_dspine.formats.config_json import FLAVOURS
+from specforge_dspine.formats.config_json import FLAVORS
 from specforge_dspine.formats.reader import read_checkpoint
 from specforge_dspine.formats.third_party import read_reference
 from specforge_dspine.formats.writer import DTYPES, write_checkpoint
@@ -51,26 +51,26 @@ def read_run(run: Path, checkpoint: str) -> tuple[dict[str, Tensor], Qwen3Config
 
 
 def export_run(
-    run: Path, flavour: str, out: Path, dtype: torch.dtype | None = None, *, checkpoint: str = "best"
+    run: Path, flavor: str, out: Path, dtype: torch.dtype | None = None, *, checkpoint: str = "best"
 ) -> None:
-    """Write a checkpoint of ``run`` (``read_run`` says which) as ``flavour`` into the folder ``out``, replacing an
+    """Write a checkpoint of ``run`` (``read_run`` says which) as ``flavor`` into the folder ``out``, replacing an
     earlier export.
 
     Raises:
         CheckpointError: something is missing, not finite or contradictory, by name; nothing is written then.
     """
     tensors, config, trained = read_run(Path(run), checkpoint)
-    write_checkpoint(tensors, config, flavour, out, dtype or trained)
+    write_checkpoint(tensors, config, flavor, out, dtype or trained)
 
 
-def convert_reference(folder: Path, flavour: str, out: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a checkpoint in the reference layout (``reference.py``) as ``flavour`` into the folder ``out``.
+def convert_reference(folder: Path, flavor: str, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a checkpoint in the reference layout (``reference.py``) as ``flavor`` into the folder ``out``.
 
     Raises:
         CheckpointError: as ``export_run``.
     """
     tensors, config = read_reference(Path(folder))
-    write_checkpoint(tensors, config, flavour, out, dtype or tensors["fc.weight"].dtype)
+    write_checkpoint(tensors, config, flavor, out, dtype or tensors["fc.weight"].dtype)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         default="best",
         help="of the run: best on held-out samples (default)",
     )
-    parser.add_argument("--to", choices=FLAVOURS, required=True)
+    parser.add_argument("--to", choices=FLAVORS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: the source's")
     args = parser.parse_args(argv)
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     settings = settings_of(read_checkpoint(args.out)[1])
-    print(f"wrote and verified {args.out}: {args.to} flavour, r={settings.transfer_rank}, K={settings.top_k}")
+    print(f"wrote and verified {args.out}: {args.to} flavor, r={settings.transfer_rank}, K={settings.top_k}")
     return 0
 
 

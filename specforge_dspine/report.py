@@ -22,7 +22,7 @@ from specforge_dspine.decoding.loop import Trace
 from specforge_dspine.evaluation.bootstrap import tau_interval
 from specforge_dspine.evaluation.metrics import summary
 from specforge_dspine.evaluation.results import RESULT, ROUNDS, interval, number, traces_of
-from specforge_dspine.utils.files import read_json, read_jsonl, replacing
+from specforge_dspine.utils.files import atomic_write, read_json, read_jsonl
 
 
 def read_evaluation(folder: Path) -> tuple[dict[str, Any], dict[str, list[Trace]]]:
@@ -146,7 +146,7 @@ def make_report(evaluations: Mapping[str, Path], out: Path, run: Path | None) ->
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         metrics = [values for values in map(json.loads, lines) if "loss" in values]  # others: held-out samples
     out.mkdir(parents=True, exist_ok=True)
-    with replacing(out / "report.json") as file:
+    with atomic_write(out / "report.json") as file:
         file.write(json.dumps(report).encode())  # on one line: most of it is ids
     draw(out / "report.png", report, metrics)
     return report

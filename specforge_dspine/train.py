@@ -24,12 +24,12 @@ from accelerate.utils import set_seed
 from specforge.distributed import destroy_distributed, init_distributed
 
 from specforge_dspine.export import export_run
-from specforge_dspine.formats.config_json import FLAVOURS, refuse_unservable
-from specforge_dspine.streaming.client import SGLangClient, StreamProofError
-from specforge_dspine.streaming.server import ManagedServer, ServerFailed
+from specforge_dspine.formats.config_json import FLAVORS, refuse_unservable
+from specforge_dspine.streaming.client import CaptureVerificationError, SGLangClient
+from specforge_dspine.streaming.server import ManagedServer, ManagedServerError
 from specforge_dspine.training import trainers as assembly
 from specforge_dspine.training.capture_source import CaptureSource, PromptPlan, resume_delivery
-from specforge_dspine.training.distributed import RunFailed, on_every_rank, own_environment
+from specforge_dspine.training.distributed import RunError, on_every_rank, own_environment
 from specforge_dspine.training.plan import Plan, make_plan
 from specforge_dspine.training.recipe import Recipe, load_recipe
 from specforge_dspine.training.resume_contract import host_contract, refuse_changes
@@ -39,7 +39,7 @@ from specforge_dspine.training.run_logger import RunLogger
 from specforge_dspine.training.specforge_internals import bootstrap_single_process_env, build_model_bundle
 from specforge_dspine.utils.errors import CheckpointError, RecipeError
 from specforge_dspine.utils.files import write_json
-from specforge_dspine.utils.signals import Interrupted, unwinding_signals
+from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
 
 PROBE_TOKENS = 32  # at most, of a real sample, for the proof of the stream
 
@@ -72,8 +72,8 @@ def run_streamed(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_f
 
     Raises:
         RecipeError: the checkpoint belongs to another run.
-        RunFailed: the stream ended before the run did.
-        StreamProofError, ServerFailed, ConnectionError: as ``connect_servers``.
+        RunError: the stream ended before the run did.
+        CaptureVerificationError, ManagedServerError, ConnectionError: as ``connect_servers``.
     """
     run_dir = plan.recipe.run_dir
     start_step = checkpoint_step(resume_from)
@@ -105,7 +105,7 @@ def run_streamed(plan: Plan, bundle: Any, logger: RunLogger, rank: int, resume_f
             return int(trainer.fit())
         except Exception as error:
             if producer.error is not None:
-                raise RunFailed(f"the stream ended: {producer.error}") from error
+                raise RunError(f"the stream ended: {producer.error}") from error
             raise
         finally:
             report = source.report() | {"remainder": plan.remainder, "beyond_max_steps": plan.not_reached}
@@ -118,7 +118,7 @@ def connect_servers(plan: Plan, head: torch.Tensor, stack: contextlib.ExitStack)
     """Start or find the servers and prove each stream before the first step.
 
     Raises:
-        StreamProofError, ConnectionError, ServerFailed: what is wrong with a server, and what to do.
+        CaptureVerificationError, ConnectionError, ManagedServerError: what is wrong with a server, and what to do.
     """
     options, training = plan.recipe.stream, plan.recipe.host.training
     assert options is not None
@@ -146,7 +146,7 @@ def connect_servers(plan: Plan, head: torch.Tensor, stack: contextlib.ExitStack)
             timeout_s=options.request_timeout_s,
         )
         stack.callback(client.close)
-        facts = client.prove(plan.target, head, probe.input_ids[:PROBE_TOKENS])
+        facts = client.verify_server(plan.target, head, probe.input_ids[:PROBE_TOKENS])
         print(f"stream proven: {url}, plugin {facts.version}, records in {facts.capture_dir}", flush=True)
         clients.append(client)
     return clients
@@ -174,7 +174,7 @@ def run(recipe: Recipe, *, resume: bool) -> int:
 
     Raises:
         RecipeError: the recipe cannot be run, or the directory not be used.
-        RunFailed, FloatingPointError: the run cannot go on.
+        RunError, FloatingPointError: the run cannot go on.
     """
     host = recipe.host
     with contextlib.ExitStack() as stack:
@@ -211,19 +211,19 @@ def run(recipe: Recipe, *, resume: bool) -> int:
 
 
 def export_all(recipe: Recipe) -> None:
-    """The best checkpoint, or the newest, in every flavour that can serve this variant, below the run's directory.
+    """The best checkpoint, or the newest, in every flavor that can serve this variant, below the run's directory.
 
     Raises:
         CheckpointError: as ``export_run``.
     """
-    for flavour in FLAVOURS:
+    for flavor in FLAVORS:
         try:
-            refuse_unservable(flavour, recipe.dspine)
+            refuse_unservable(flavor, recipe.dspine)
         except CheckpointError as error:
-            print(f"not exported as {flavour}: {error}", flush=True)
+            print(f"not exported as {flavor}: {error}", flush=True)
             continue
-        out = recipe.run_dir / "export" / flavour
-        export_run(recipe.run_dir, flavour, out)
+        out = recipe.run_dir / "export" / flavor
+        export_run(recipe.run_dir, flavor, out)
         print(f"exported: {out}", flush=True)
 
 
@@ -249,12 +249,12 @@ def main(argv: list[str] | None = None) -> int:
             if int(os.environ.get("RANK", "0")) == 0:
                 print(plan.render())
             return 0
-        with unwinding_signals():
+        with signals_as_exceptions():
             run(recipe, resume=args.resume)
-    except (RecipeError, StreamProofError, ServerFailed, FileNotFoundError, ConnectionError) as error:
+    except (RecipeError, CaptureVerificationError, ManagedServerError, FileNotFoundError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RunFailed, FloatingPointError) as error:
+    except (RunError, FloatingPointError) as error:
         print(f"error: {error}; continue with --resume once it is mended", file=sys.stderr)
         return 1
     except Interrupted as signal_received:

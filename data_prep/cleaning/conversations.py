@@ -11,7 +11,7 @@ Understood are
 
 A text in "output", "response" or "completion" beside a single question or an instruction is its answer; a text in
 "system" or "system_prompt" beside any of them is the system message. A conversation is an optional system message,
-then user and assistant in turn. Anything else is an :class:`OddEntry`, to be counted and reported, neither repaired
+then user and assistant in turn. Anything else is an :class:`InvalidRow`, to be counted and reported, neither repaired
 nor passed on.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specforge_dspine.utils.chat_template import THINK_CLOSE, Message, split_reasoning
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 ROLES = {
     "system": "system",
@@ -74,14 +74,14 @@ def read_conversation(entry: Any) -> list[Message]:
     """All messages of one entry. Reasoning, in a field of its own or in ``<think>``, is in ``"reasoning_content"``.
 
     Raises:
-        OddEntry: for anything that is not a conversation (the module says what is one).
+        InvalidRow: for anything that is not a conversation (the module says what is one).
     """
-    if isinstance(entry, OddEntry):
+    if isinstance(entry, InvalidRow):
         raise entry
     if not isinstance(entry, dict):
-        raise OddEntry("not a JSON object", type(entry).__name__)
+        raise InvalidRow("not a JSON object", type(entry).__name__)
     if any(_has_tools(entry.get(name)) for name in TOOL_LISTS):
-        raise OddEntry("tool calls", "the conversation has tools; none can be run here")
+        raise InvalidRow("tool calls", "the conversation has tools; none can be run here")
     messages = [_message(raw, at) for at, raw in enumerate(_raw_messages(entry))]
     messages = _with_system(entry, messages)
     _check_turns(messages)
@@ -92,7 +92,7 @@ def read_messages(entry: Any, max_turns: int | None = None) -> list[Message]:
     """The messages of one entry up to its last user turn, at most ``max_turns`` user turns (None: all).
 
     Raises:
-        OddEntry: as :func:`read_conversation`.
+        InvalidRow: as :func:`read_conversation`.
     """
     messages = read_conversation(entry)
     start = 1 if messages[0]["role"] == "system" else 0
@@ -110,7 +110,7 @@ def _raw_messages(entry: dict[str, Any]) -> list[Any]:
     name = next((name for name in FIELDS if entry.get(name) is not None), None)
     name = name or next((name for name in FIELDS if name in entry), None)
     if name is None:
-        raise OddEntry(f"none of the fields {', '.join(FIELDS)}", f"has {', '.join(sorted(entry))[:200]}")
+        raise InvalidRow(f"none of the fields {', '.join(FIELDS)}", f"has {', '.join(sorted(entry))[:200]}")
     value = entry[name]
     if name in LISTS:
         return _listed(name, value)
@@ -119,7 +119,7 @@ def _raw_messages(entry: dict[str, Any]) -> list[Any]:
     if name == "instruction" and entry.get("input"):
         more = entry["input"]
         if not isinstance(value, str) or not isinstance(more, str):
-            raise OddEntry("content is not text", f"instruction or input is {type(more).__name__}")
+            raise InvalidRow("content is not text", f"instruction or input is {type(more).__name__}")
         value = f"{value}\n\n{more}"
     answers = (entry.get(field) for field in ANSWERS)
     answer = next((text for text in answers if isinstance(text, str) and not BLANK.fullmatch(text)), None)
@@ -138,19 +138,19 @@ def _with_system(entry: dict[str, Any], messages: list[Message]) -> list[Message
         return messages
     system = entry[name]
     if not isinstance(system, str):
-        raise OddEntry("content is not text", f"{name} is {type(system).__name__}")
+        raise InvalidRow("content is not text", f"{name} is {type(system).__name__}")
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
-        raise OddEntry("two system messages", f"{name} and message 0 differ")
+        raise InvalidRow("two system messages", f"{name} and message 0 differ")
     return messages
 
 
 def _listed(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise OddEntry("the conversation is not a list", f"{name} is {type(value).__name__}")
+        raise InvalidRow("the conversation is not a list", f"{name} is {type(value).__name__}")
     if not value:
-        raise OddEntry("empty conversation", f"{name} is []")
+        raise InvalidRow("empty conversation", f"{name} is []")
     if name == "data":
         roles = ("user", "assistant") * len(value)
         return [{"role": role, "content": turn} for role, turn in zip(roles, value, strict=False)]
@@ -159,11 +159,11 @@ def _listed(name: str, value: Any) -> list[Any]:
 
 def _marked(text: Any) -> list[Any]:
     if not isinstance(text, str):
-        raise OddEntry("content is not text", f"text is {type(text).__name__}")
+        raise InvalidRow("content is not text", f"text is {type(text).__name__}")
     for markers in MARKERS:
         if markers.opening.search(text):
             return _between(markers, text)
-    raise OddEntry("text without turns", "no ChatML or Llama 3 markers in it; a plain question belongs into prompt")
+    raise InvalidRow("text without turns", "no ChatML or Llama 3 markers in it; a plain question belongs into prompt")
 
 
 def _between(markers: Markers, text: str) -> list[Any]:
@@ -174,38 +174,40 @@ def _between(markers: Markers, text: str) -> list[Any]:
     while not BLANK.fullmatch(text, place):
         opened = markers.opening.match(text, place)
         if opened is None:
-            raise OddEntry("text outside of the turns", f"after turn {len(turns)}: {text[place : place + SHOWN]!r}")
+            raise InvalidRow("text outside of the turns", f"after turn {len(turns)}: {text[place : place + SHOWN]!r}")
         end = text.find(markers.closing, opened.end())
         content = text[opened.end() : end if end >= 0 else None]
         if end < 0 and BLANK.fullmatch(content) and ROLES.get(opened[1]) == "assistant":
             break  # what a server is asked ends so
         if end < 0 or markers.opening.search(content):
-            raise OddEntry("a turn without its end", f"turn {len(turns) + 1} ({opened[1]}) has no {markers.closing}")
+            raise InvalidRow(
+                "a turn without its end", f"turn {len(turns) + 1} ({opened[1]}) has no {markers.closing}"
+            )
         turns.append({"role": opened[1], "content": content})
         place = end + len(markers.closing)
     if not turns:
-        raise OddEntry("empty conversation", "text holds no turn")
+        raise InvalidRow("empty conversation", "text holds no turn")
     return turns
 
 
 def _message(raw: Any, at: int) -> Message:
     if not isinstance(raw, dict):
-        raise OddEntry("a message is not a JSON object", f"message {at} is {type(raw).__name__}")
+        raise InvalidRow("a message is not a JSON object", f"message {at} is {type(raw).__name__}")
     name, content = raw.get("role"), raw.get("content")
     if name is None:
         name, content = raw.get("from"), raw.get("value")
     role = ROLES.get(name) if isinstance(name, str) else None
     more = SPECIAL_FIELDS.intersection(raw)
     if (more and any(raw.get(field) for field in TOOL_FIELDS)) or (isinstance(name, str) and name in TOOL_ROLES):
-        raise OddEntry("tool calls", f"message {at} ({name}); no tool can be run here")
+        raise InvalidRow("tool calls", f"message {at} ({name}); no tool can be run here")
     if role is None:
-        raise OddEntry("unknown role", f"message {at}: {name!r}")
+        raise InvalidRow("unknown role", f"message {at}: {name!r}")
     if content is None:
-        raise OddEntry("no content", f"message {at} ({name}): null or missing")
+        raise InvalidRow("no content", f"message {at} ({name}): null or missing")
     if not isinstance(content, str):
-        raise OddEntry("content is not text", f"message {at} ({name}): {type(content).__name__}")
+        raise InvalidRow("content is not text", f"message {at} ({name}): {type(content).__name__}")
     if not content or content.isspace():
-        raise OddEntry("no content", f"message {at} ({name}): only white space")
+        raise InvalidRow("no content", f"message {at} ({name}): only white space")
     if role == "assistant" and (more or THINK_CLOSE in content):
         return _with_reasoning(raw, content)
     return {"role": role, "content": content}
@@ -222,14 +224,14 @@ def _with_reasoning(raw: dict[str, Any], content: str) -> Message:
 def _check_turns(messages: list[Message]) -> None:
     start = 1 if messages[0]["role"] == "system" else 0
     if len(messages) == start:
-        raise OddEntry("system message only")
+        raise InvalidRow("system message only")
     for at, message in enumerate(messages[start:], start):
         expected = "user" if (at - start) % 2 == 0 else "assistant"
         role = message["role"]
         if role == expected:
             continue
         if at == start:
-            raise OddEntry(f"{role} first", f"message {at}")
+            raise InvalidRow(f"{role} first", f"message {at}")
         if role == "system":
-            raise OddEntry("system message in the middle", f"message {at}")
-        raise OddEntry(f"two {role} turns in a row", f"messages {at - 1} and {at}")
+            raise InvalidRow("system message in the middle", f"message {at}")
+        raise InvalidRow(f"two {role} turns in a row", f"messages {at - 1} and {at}")

@@ -9,7 +9,7 @@ RECENT = 1 << 14
 """Keys that wait in a Python set, which is quicker for few, before they are sorted in."""
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """By which texts are compared: case folded, white space collapsed."""
     return " ".join(text.casefold().split())
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from data_prep.cleaning.conversations import read_messages
 from data_prep.cleaning.decontamination import Contamination
-from data_prep.cleaning.exact_dedup import normalised
+from data_prep.cleaning.exact_dedup import normalized
 from data_prep.pipeline.rows import Bad, content_key, key_of, row_id, work_through
 from data_prep.readers.chunks import Chunk
 from specforge_dspine.utils.files import to_line
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 SURE = 0.5
 """Probability from which a language is taken to be known; short texts are often undetermined, and stay."""
@@ -62,7 +62,7 @@ def prepare(rules: Rules, evaluation: Sequence[tuple[str, str]]) -> Callable[[Ch
 
 
 def in_heldout_share(turn: str, share: float) -> bool:
-    """Whether a prompt that begins with the normalised ``turn`` is held out: for ever, whatever file it is in."""
+    """Whether a prompt that begins with the normalized ``turn`` is held out: for ever, whatever file it is in."""
     return share > 0 and key_of(turn) < share * 2**64
 
 
@@ -72,16 +72,16 @@ def _screen(source: str, line: int | None, entry: Any, rules: Rules, contaminati
     said = [message["content"] for message in asked]
     length = sum(map(len, said))
     if length < rules.min_chars or (rules.max_chars is not None and length > rules.max_chars):
-        raise OddEntry("length", f"{length} characters")
-    compared = [normalised(text) for text in said]
+        raise InvalidRow("length", f"{length} characters")
+    compared = [normalized(text) for text in said]
     first = 1 if messages[0]["role"] == "system" else 0
     heldout = in_heldout_share(compared[first], rules.heldout_share)
     if not heldout and any(in_heldout_share(turn, rules.heldout_share) for turn in compared[first + 1 :]):
-        raise OddEntry("a later turn is a held-out prompt", "it may be the first turn of a held-out row")
+        raise InvalidRow("a later turn is a held-out prompt", "it may be the first turn of a held-out row")
     if rules.languages:
         _check_language("\n".join(said[first:]), rules.languages)
     if contamination and (place := contamination.find(said[first:])) is not None:
-        raise OddEntry("in an evaluation set", place)
+        raise InvalidRow("in an evaluation set", place)
     key = content_key(message | {"content": text} for message, text in zip(asked, compared, strict=True))
     signature = None
     if rules.near is not None:
@@ -95,7 +95,7 @@ def _screen(source: str, line: int | None, entry: Any, rules: Rules, contaminati
 def _check_language(text: str, wanted: Sequence[str]) -> None:
     language, probability = _identifier().classify(text)
     if probability >= SURE and language not in (*wanted, *NO_LANGUAGE):
-        raise OddEntry("language", f"{language} ({probability:.0%} sure)")
+        raise InvalidRow("language", f"{language} ({probability:.0%} sure)")
 
 
 @cache

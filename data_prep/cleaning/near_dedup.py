@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS bands (band INTEGER, number INTEGER, PRIMARY KEY (ban
 
 
 def signature(text: str) -> bytes:
-    """The MinHash of a normalised text's word triples: uint32 [P]."""
+    """The MinHash of a normalized text's word triples: uint32 [P]."""
     words = pieces_of(text)
     shingles = {" ".join(words[k : k + SHINGLE_WORDS]) for k in range(max(1, len(words) - SHINGLE_WORDS + 1))}
     sketch = _empty().copy()

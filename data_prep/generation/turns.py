@@ -25,7 +25,7 @@ from data_prep.pipeline.rows import guarded, key_of
 from specforge_dspine.streaming.client import Completion, RequestRefused
 from specforge_dspine.utils.chat_template import Message, answer_text, prompt_ids, unfinished_reasoning
 from specforge_dspine.utils.files import to_line
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
 MIN_OUTPUT_TOKENS = 2
@@ -127,7 +127,7 @@ class Turns:
         for turn in range(len(answered), turns):
             try:
                 answered.append(self._answer(asked, answered))
-            except OddEntry as odd:
+            except InvalidRow as odd:
                 after = "an earlier turn has no answer", f"turn {turn}: {odd.reason}"
                 lost = [Answered(asked, later, None, *after) for later in range(turn + 1, turns)]
                 yield [Answered(asked, turn, None, odd.reason, odd.detail), *lost]
@@ -135,16 +135,16 @@ class Turns:
             yield [Answered(asked, turn, answered[-1])]
 
     def _answer(self, asked: Asked, answered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The record of the turn after those ``answered``; an :class:`OddEntry` if there is none."""
+        """The record of the turn after those ``answered``; an :class:`InvalidRow` if there is none."""
         with guarded():
             prompt = self._prompt(asked, answered)
         name = f"{asked.name}.{len(answered)}"
         try:
             answer = self._generate(name, prompt)
         except RequestRefused as refused:
-            raise OddEntry("refused by the server", str(refused)) from refused
+            raise InvalidRow("refused by the server", str(refused)) from refused
         except RequestFailed as failed:
-            raise OddEntry("the server fails on it", str(failed)) from failed
+            raise InvalidRow("the server fails on it", str(failed)) from failed
         with guarded():
             self._check_answer(answer.output_ids)
         return {
@@ -166,25 +166,25 @@ class Turns:
             if answered:
                 last = answered[-1]
                 if unfinished_reasoning(self._tokenizer, last["prompt_ids"], last["output_ids"]):
-                    raise OddEntry("the earlier answer was cut off while thinking", "give more --max-new-tokens")
+                    raise InvalidRow("the earlier answer was cut off while thinking", "give more --max-new-tokens")
             for user, record in zip(users, answered, strict=False):
                 text = answer_text(self._tokenizer, record["output_ids"])
                 history[user + 1] = {"role": "assistant", "content": text}
             prompt = prompt_ids(self._tokenizer, history, enable_thinking=self._settings.thinking)
         length = len(prompt) + self._settings.max_new_tokens
         if length > self._settings.max_length:
-            raise OddEntry(
+            raise InvalidRow(
                 "prompt and new tokens exceed the maximum length", f"{length} > {self._settings.max_length}"
             )
         return prompt
 
     def _check_answer(self, ids: Sequence[int]) -> None:
         if len(ids) < MIN_OUTPUT_TOKENS:
-            raise OddEntry(f"fewer than {MIN_OUTPUT_TOKENS} generated tokens", f"{len(ids)}")
+            raise InvalidRow(f"fewer than {MIN_OUTPUT_TOKENS} generated tokens", f"{len(ids)}")
         with self._encoding:
             text = answer_text(self._tokenizer, ids)
         if not text.strip():
-            raise OddEntry("empty answer", f"{len(ids)} tokens of white space")
+            raise InvalidRow("empty answer", f"{len(ids)} tokens of white space")
 
     def _generate(self, name: str, prompt: list[int]) -> Completion:
         settings = self._settings

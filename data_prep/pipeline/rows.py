@@ -1,6 +1,6 @@
 """A row on its way through any command: whatever is wrong with it costs that row, never the job.
 
-What is foreseen is an :class:`OddEntry` with a reason. What is not foreseen, an exception out of this program or a
+What is foreseen is an :class:`InvalidRow` with a reason. What is not foreseen, an exception out of this program or a
 library for a row that nobody thought of, becomes one here, so that the row is named and the rest goes on.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from data_prep.readers.chunks import Chunk
 from specforge_dspine.utils.chat_template import Message
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 Result = TypeVar("Result")
 NOT_THE_ROWS = (OSError, MemoryError)
@@ -41,16 +41,16 @@ def guarded() -> Iterator[None]:
     """Around what is done for one row and depends on its content alone.
 
     Raises:
-        OddEntry: the row cannot be used; for an unforeseen exception with its kind, words and place.
+        InvalidRow: the row cannot be used; for an unforeseen exception with its kind, words and place.
     """
     try:
         yield
-    except (OddEntry, *NOT_THE_ROWS):
+    except (InvalidRow, *NOT_THE_ROWS):
         raise
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         detail = f"{str(error)[:SHOWN_ERROR]!r} in {Path(place.filename).name}, line {place.lineno}; please report it"
-        raise OddEntry(f"unexpected {type(error).__name__}", detail) from error
+        raise InvalidRow(f"unexpected {type(error).__name__}", detail) from error
 
 
 def work_through(chunk: Chunk, work: Callable[[int | None, Any], Iterable[Result]]) -> tuple[str, list[Result | Bad]]:
@@ -61,7 +61,7 @@ def work_through(chunk: Chunk, work: Callable[[int | None, Any], Iterable[Result
             with guarded():
                 for result in work(line, entry):
                     results.append(result)
-        except OddEntry as odd:
+        except InvalidRow as odd:
             results.append(Bad(line, odd.reason, odd.detail))
     return chunk.source, results
 

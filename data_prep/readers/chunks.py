@@ -1,6 +1,6 @@
 """Entries of files before anyone knows what they mean, in chunks that a worker can parse.
 
-Whatever cannot be read is an :class:`OddEntry` in place of an entry: it keeps its line, and nobody forgets to count.
+What cannot be read is an :class:`InvalidRow` in place of an entry. It keeps its line and is counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 Row = tuple[int | None, Any]
 """The line on which an entry begins, or the number of a table's row, from 1; None for a whole file. And the entry."""
@@ -46,7 +46,7 @@ class Values:
     """JSON texts and the lines on which they begin; an odd entry in place of a text stays one."""
 
     source: str
-    texts: list[tuple[int, bytes | OddEntry]]
+    texts: list[tuple[int, bytes | InvalidRow]]
 
     def rows(self) -> Iterator[Row]:
         for line, text in self.texts:
@@ -75,7 +75,7 @@ class Table:
                 row[column] = values[at].as_py()
         except Exception as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "the row cannot be read"
-            return OddEntry(reason, f"column {column}: {error or type(error).__name__}")
+            return InvalidRow(reason, f"column {column}: {error or type(error).__name__}")
         return row
 
 
@@ -91,7 +91,7 @@ class Entries:
 
 
 def parse(text: bytes, line: int = 1) -> Any:
-    """The JSON value of ``text``, which begins on ``line`` of its file, or an :class:`OddEntry`."""
+    """The JSON value of ``text``, which begins on ``line`` of its file, or an :class:`InvalidRow`."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -100,14 +100,14 @@ def parse(text: bytes, line: int = 1) -> Any:
         value = json.loads(text.decode())  # also takes NaN and half surrogates
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as broken:
-        return OddEntry("not UTF-8", f"byte {broken.start} of the entry; save the file as UTF-8")
+        return InvalidRow("not UTF-8", f"byte {broken.start} of the entry; save the file as UTF-8")
     except UnicodeEncodeError:
-        return OddEntry("not UTF-8", r"a \u escape is half of a surrogate pair")
+        return InvalidRow("not UTF-8", r"a \u escape is half of a surrogate pair")
     except json.JSONDecodeError as error:
         lines = text.count(b"\n")
         passed = f"; lines {line} to {line + lines} were passed over" if lines else ""
         place = f"character {error.pos + 1} of the entry, on line {line + error.lineno - 1} of the file"
-        return OddEntry("not JSON", f"{error.msg}: {place}{passed}")
+        return InvalidRow("not JSON", f"{error.msg}: {place}{passed}")
     except (ValueError, RecursionError) as error:
-        return OddEntry("not JSON", str(error))
+        return InvalidRow("not JSON", str(error))
     return value

@@ -17,7 +17,7 @@ import zstandard
 from data_prep.readers.chunks import Chunk, Entries, Lines, Table, Values, parse
 from data_prep.readers.json_array import Splitter, Text
 from specforge_dspine.utils.files import printable
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 BLOCK = 1 << 20
 """Bytes that are read at a time; a chunk holds about as many."""
@@ -51,7 +51,7 @@ def odd_file(source: str, error: Exception) -> Entries:
     """A file of which nothing can be read, as one odd row."""
     advice = "make it readable" if isinstance(error, PermissionError) else "repair the file"
     return Entries(
-        source, [(None, OddEntry("the file cannot be read", f"{describe(error)}; {advice} and run again"))]
+        source, [(None, InvalidRow("the file cannot be read", f"{describe(error)}; {advice} and run again"))]
     )
 
 
@@ -101,7 +101,7 @@ def _table_chunks(path: Path, source: str) -> Iterator[Chunk]:
                     row += len(batch)
             except Exception as error:
                 detail = f"rows {row} to {first - 1}: {describe(error)}; fetch the file again"
-                yield Entries(source, [(row, OddEntry("a part of the file cannot be read", detail))])
+                yield Entries(source, [(row, InvalidRow("a part of the file cannot be read", detail))])
 
 
 def _text_chunks(path: Path, source: str) -> Iterator[Chunk]:
@@ -240,7 +240,7 @@ def value_chunks(blocks: Iterable[bytes], source: str) -> Iterator[Chunk]:
         yield _broken_off(source, splitter.line, error)
     elif splitter.is_open and not splitter.was_cut:
         detail = "the file was cut off between two entries: fetch it again"
-        yield Entries(source, [(splitter.line, OddEntry("the array does not end", detail))])
+        yield Entries(source, [(splitter.line, InvalidRow("the array does not end", detail))])
 
 
 def _values(source: str, texts: list[Text]) -> Iterator[Values]:
@@ -257,8 +257,8 @@ def _values(source: str, texts: list[Text]) -> Iterator[Values]:
         yield Values(source, part)
 
 
-def _too_long() -> OddEntry:
-    return OddEntry(
+def _too_long() -> InvalidRow:
+    return InvalidRow(
         f"longer than {MAX_ENTRY >> 20} MiB", "a quotation mark, bracket or line break is missing; look at this line"
     )
 
@@ -266,4 +266,4 @@ def _too_long() -> OddEntry:
 def _broken_off(source: str, line: int | None, error: Exception) -> Entries:
     place = "this line" if line else "the rows before"
     detail = f"{describe(error)}; what comes after {place} is missing: fetch the file again"
-    return Entries(source, [(line, OddEntry("the file breaks off", detail))])
+    return Entries(source, [(line, InvalidRow("the file breaks off", detail))])

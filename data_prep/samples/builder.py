@@ -18,7 +18,7 @@ from data_prep.readers.chunks import Chunk
 from data_prep.samples.rendering import render_answer
 from specforge_dspine.utils.chat_template import Message, end_ids
 from specforge_dspine.utils.files import to_line
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ def prepare(options: Options) -> Callable[[Chunk], tuple[str, list[Made | Bad]]]
 
     def made(source: str, line: int | None, entry: Any) -> Iterator[Made | Bad]:
         for sample in maker.samples(source, entry):
-            if isinstance(sample, OddEntry):
+            if isinstance(sample, InvalidRow):
                 yield Bad(line, sample.reason, sample.detail)
             else:
                 yield Made(to_line(sample), "cut" in sample)
@@ -90,45 +90,45 @@ class SampleMaker:
         self._markers = frozenset(tokenizer.all_special_ids) - self.end_ids
         self._ends = [str(self.tokenizer.convert_ids_to_tokens(token)) for token in sorted(self.end_ids)]
 
-    def samples(self, source: str, entry: Any) -> Iterator[dict[str, Any] | OddEntry]:
+    def samples(self, source: str, entry: Any) -> Iterator[dict[str, Any] | InvalidRow]:
         """A sample for every answer in ``entry``, or why it gives none.
 
         Raises:
-            OddEntry: there is no answer in it.
+            InvalidRow: there is no answer in it.
         """
         if isinstance(entry, dict) and {"prompt_ids", "output_ids"} <= entry.keys():
             yield self._of_record(source, entry)
             return
         messages = read_conversation(entry)
         if not self._options.foreign:
-            raise OddEntry("not an answer of the target", "run data_prep.regenerate, or give --foreign-answers")
+            raise InvalidRow("not an answer of the target", "run data_prep.regenerate, or give --foreign-answers")
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
-            raise OddEntry("no answer", "the conversation has only its prompt")
+            raise InvalidRow("no answer", "the conversation has only its prompt")
         name = row_name(source, entry, messages)
         cut_last = str(entry.get("finish_reason", entry.get("finish"))) == "length"
         for turn, at in enumerate(answers):
             was_cut = cut_last and at == len(messages) - 1
-            sample: dict[str, Any] | OddEntry
+            sample: dict[str, Any] | InvalidRow
             try:  # one answer that cannot be used does not cost those behind it
                 with guarded():
                     sample = self._of_rendered(f"{name}.{turn}", source, messages[: at + 1], was_cut=was_cut)
-            except OddEntry as odd:
+            except InvalidRow as odd:
                 sample = odd
             yield sample
 
     def _of_record(self, source: str, record: dict[str, Any]) -> dict[str, Any]:
         lists = [record["prompt_ids"], record["output_ids"]]
         if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists):
-            raise OddEntry("ids are not lists of integers", "prompt_ids, output_ids")
+            raise InvalidRow("ids are not lists of integers", "prompt_ids, output_ids")
         target, finish = record.get("target"), record.get("finish")
         if target != self._options.fingerprint:
-            raise OddEntry("an answer of another target", f"{target!r}, not {self._options.fingerprint!r}")
+            raise InvalidRow("an answer of another target", f"{target!r}, not {self._options.fingerprint!r}")
         if finish not in FINISHES:
-            raise OddEntry("unknown finish", f"{finish!r}: stop or length, or none if nobody knows")
+            raise InvalidRow("unknown finish", f"{finish!r}: stop or length, or none if nobody knows")
         ends = [at for at, token in enumerate(lists[1]) if token in self.end_ids]
         if ends and set(lists[1][ends[0] + 1 :]) - {self._padding}:
-            raise OddEntry("an end token inside of the answer", f"at place {ends[0]} of {len(lists[1])} ids")
+            raise InvalidRow("an end token inside of the answer", f"at place {ends[0]} of {len(lists[1])} ids")
         name, origin = record.get("id"), record.get("source")
         return self._sample(
             name if isinstance(name, str) and name else row_id(source, key_of(str(lists))),
@@ -147,10 +147,12 @@ class SampleMaker:
             for text in (rendered.prompt, rendered.completion)
         )
         if not self.end_ids.isdisjoint(output[:-1]):
-            raise OddEntry("an end token inside of the answer", f"{rendered.completion[-60:]!r}")
+            raise InvalidRow("an end token inside of the answer", f"{rendered.completion[-60:]!r}")
         if marks := self._markers.intersection(output):
             names = ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(sorted(marks))))
-            raise OddEntry("the template's markers inside of the answer", f"{names}; they would be taught as tokens")
+            raise InvalidRow(
+                "the template's markers inside of the answer", f"{names}; they would be trained on as tokens"
+            )
         finish = "stop" if output and output[-1] in self.end_ids else "length"
         return self._sample(name, source, prompt, output, origin="elsewhere", finish=finish)
 
@@ -159,17 +161,17 @@ class SampleMaker:
     ) -> dict[str, Any]:
         outside = [token for token in (*prompt, *output) if not 0 <= token < self._options.rows]
         if outside:
-            raise OddEntry("ids outside of the vocabulary", f"{outside[0]}, of {self._options.rows} rows")
+            raise InvalidRow("ids outside of the vocabulary", f"{outside[0]}, of {self._options.rows} rows")
         if self._options.mask_token_id in prompt or self._options.mask_token_id in output:
-            raise OddEntry("holds the mask token", f"id {self._options.mask_token_id}; it must not occur in text")
+            raise InvalidRow("holds the mask token", f"id {self._options.mask_token_id}; it must not occur in text")
         room = self._options.max_length - len(prompt)
         if room < MIN_SUPERVISED:
-            raise OddEntry("the prompt exceeds the maximum length", f"{len(prompt)} of {self._options.max_length}")
+            raise InvalidRow("the prompt exceeds the maximum length", f"{len(prompt)} of {self._options.max_length}")
         cut = max(0, len(output) - room)
         output = output[:room]
         answer_mask = [int(token != self._padding) for token in output]
         if sum(answer_mask) < MIN_SUPERVISED:
-            raise OddEntry(f"fewer than {MIN_SUPERVISED} supervised tokens", f"{sum(answer_mask)}")
+            raise InvalidRow(f"fewer than {MIN_SUPERVISED} supervised tokens", f"{sum(answer_mask)}")
         sample = {
             "id": name,
             "input_ids": prompt + output,

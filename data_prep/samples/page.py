@@ -18,7 +18,7 @@ BAR = 40
 """Characters of the longest bar."""
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""What would colour, move or reverse the text of a terminal; tabs and line breaks are left."""
+"""What would color, move or reverse the text of a terminal; tabs and line breaks are left."""
 
 
 class Shown(NamedTuple):
@@ -82,30 +82,30 @@ def html_page(findings: Findings, shown: Sequence[Shown], title: str) -> str:
     )
 
 
-def terminal_text(findings: Findings, shown: Sequence[Shown], *, colour: bool) -> str:
-    """The same for a terminal; without ``colour`` supervised text stands between ⟦ and ⟧.
+def terminal_text(findings: Findings, shown: Sequence[Shown], *, color: bool) -> str:
+    """The same for a terminal; without ``color`` supervised text stands between ⟦ and ⟧.
 
     Control characters in what the data say are written as escapes.
     """
     parts = []
     for sample, runs in shown:
         facts = f"{len(sample.input_ids)} tokens, {sample.supervised} supervised, {sample.anchors} anchors"
-        parts.append(_paint(f"{sample.place}: {facts}, finish {sample.finish}, origin {sample.origin}", BOLD, colour))
+        parts.append(_paint(f"{sample.place}: {facts}, finish {sample.finish}, origin {sample.origin}", BOLD, color))
         marked = (
-            _paint(f"⟦{text}⟧" if taught and not colour else text, GREEN if taught else DIM, colour)
+            _paint(f"⟦{text}⟧" if taught and not color else text, GREEN if taught else DIM, color)
             for text, taught in runs
         )
         parts.append("".join(marked) + "\n")
     for name, values in findings.series().items():
         ranges = histogram(values)
         most = max(number for _, _, number in ranges)
-        parts.append(_paint(f"{name} of a sample", BOLD, colour))
+        parts.append(_paint(f"{name} of a sample", BOLD, color))
         parts += [f"{low:>7}–{high:<7} {number:>8} {'█' * -(-BAR * number // most)}" for low, high, number in ranges]
     origins, finishes = (escaped(_listed(counts)) for counts in (findings.origins, findings.finishes))
     parts.append(f"{findings.samples} samples; origin: {origins}; finish: {finishes}")
     for problem, places in findings.warnings.items():
         text = f"warning: {findings.counts[problem]} × {problem} ({'; '.join(places)})"
-        parts.append(_paint(text, RED, colour))
+        parts.append(_paint(text, RED, color))
     return "\n".join(parts)
 
 
@@ -124,9 +124,9 @@ def escaped(text: str) -> str:
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def _paint(text: str, code: str, colour: bool) -> str:
+def _paint(text: str, code: str, color: bool) -> str:
     text = escaped(text)
-    return f"{code}{text}{PLAIN}" if colour else text
+    return f"{code}{text}{PLAIN}" if color else text
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specforge_dspine.utils.chat_template import Message, refusals
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 STAND_IN = "specforge-dspine: an answer stands here"
 
@@ -45,23 +45,23 @@ def render_answer(
         was_cut: whether the answer has no end of its own; then none is added.
 
     Raises:
-        OddEntry: the template does not render these turns, or not so that the answer can be told apart.
+        InvalidRow: the template does not render these turns, or not so that the answer can be told apart.
     """
     answer = messages[-1]
     reasoning, content = answer.get("reasoning_content", "").strip("\n"), answer["content"]
     if reasoning and enable_thinking is False:
-        raise OddEntry("reasoning in an answer without thinking", "use --thinking on, or leave such rows out")
+        raise InvalidRow("reasoning in an answer without thinking", "use --thinking on, or leave such rows out")
     switch: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     prompt = _render(tokenizer, messages[:-1], switch, opens=True)
     # A stand-in for the answer shows what the template puts around it, whatever words the answer itself has.
     framed = _added(prompt, _render(tokenizer, [*messages[:-1], answer | {"content": STAND_IN}], switch, opens=False))
     opening, found, tail = framed.partition(STAND_IN)
     if reasoning and reasoning not in opening:
-        raise OddEntry("the template drops the reasoning", f"{reasoning[:60]!r}")
+        raise InvalidRow("the template drops the reasoning", f"{reasoning[:60]!r}")
     added = _added(prompt, _render(tokenizer, messages, switch, opens=False))
     body = added[len(opening) : len(added) - len(tail)]
     if not found or not added.startswith(opening) or not added.endswith(tail) or body.strip() != content.strip():
-        raise OddEntry("the template rewrites the answer", f"{content[:60]!r} became {added[:60]!r}")
+        raise InvalidRow("the template rewrites the answer", f"{content[:60]!r} became {added[:60]!r}")
     closing = next((text for text in ends if tail.startswith(text)), "")
     ending = "" if was_cut else closing
     if reasoning:  # the target itself opens its reasoning
@@ -81,7 +81,7 @@ def _render(
 def _added(prompt: str, whole: str) -> str:
     """What ``whole`` has behind ``prompt``."""
     if not whole.startswith(prompt):
-        raise OddEntry(
+        raise InvalidRow(
             "the template renders a prompt differently with its answer", f"at {_difference(prompt, whole)!r}"
         )
     return whole[len(prompt) :]

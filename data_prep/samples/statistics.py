@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,28 +47,28 @@ def read_sample(place: str, entry: Any) -> Sample:
     """The sample in a row.
 
     Raises:
-        OddEntry: there is none in it.
+        InvalidRow: there is none in it.
     """
-    if isinstance(entry, OddEntry):
+    if isinstance(entry, InvalidRow):
         raise entry
     if not isinstance(entry, dict):
-        raise OddEntry("not a JSON object", type(entry).__name__)
+        raise InvalidRow("not a JSON object", type(entry).__name__)
     lists = [entry.get(name) for name in ("input_ids", "loss_mask")]
     if any(values is None for values in lists):
-        raise OddEntry("no input_ids or loss_mask", f"has {', '.join(sorted(entry))[:200]}")
+        raise InvalidRow("no input_ids or loss_mask", f"has {', '.join(sorted(entry))[:200]}")
     ids, mask = lists
     if not all(isinstance(values, list) and all(type(value) is int for value in values) for values in lists):
-        raise OddEntry("ids are not lists of integers", "input_ids, loss_mask")
+        raise InvalidRow("ids are not lists of integers", "input_ids, loss_mask")
     assert ids is not None and mask is not None
     if len(ids) != len(mask) or not ids:
-        raise OddEntry("ids and mask differ in length", f"{len(ids)} and {len(mask)}")
+        raise InvalidRow("ids and mask differ in length", f"{len(ids)} and {len(mask)}")
     if not set(mask) <= {0, 1}:
-        raise OddEntry("the mask holds other values than 0 and 1", f"{sorted(set(mask))[:5]}")
+        raise InvalidRow("the mask holds other values than 0 and 1", f"{sorted(set(mask))[:5]}")
     prompt, finish, origin = (entry.get(name) for name in ("prompt_tokens", "finish", "origin"))
     if prompt is not None and type(prompt) is not int:
-        raise OddEntry("prompt_tokens is not a number", f"{prompt!r}")
+        raise InvalidRow("prompt_tokens is not a number", f"{prompt!r}")
     if not all(text is None or isinstance(text, str) for text in (finish, origin)):
-        raise OddEntry("finish or origin is not text", f"{finish!r}, {origin!r}")
+        raise InvalidRow("finish or origin is not text", f"{finish!r}, {origin!r}")
     return Sample(place, ids, mask, prompt, finish, origin)
 
 

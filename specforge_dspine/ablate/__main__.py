@@ -32,8 +32,8 @@ from specforge_dspine.ablate.variants import VARIANTS, Variant, parse_variants
 from specforge_dspine.evaluation.benchmarks import SYNTAX
 from specforge_dspine.training.recipe import Recipe, load_recipe
 from specforge_dspine.training.run_dir import exclusive
-from specforge_dspine.utils.signals import Interrupted, unwinding_signals
-from specforge_dspine.utils.stages import StageFailed, Stages, together
+from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
+from specforge_dspine.utils.stages import StageError, Stages, together
 
 
 def ablate(options: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ def ablate(options: argparse.Namespace) -> None:
 
     Raises:
         ValueError: a recipe, variant or set that cannot be used, or ``--out`` belongs to other inputs.
-        StageFailed: a training, an evaluation or the report failed.
+        StageError: a training, an evaluation or the report failed.
     """
     variants = parse_variants(options.variants)
     recipe = load_recipe(options.recipe)
@@ -59,7 +59,7 @@ def compare(options: argparse.Namespace, recipe: Recipe, variants: Sequence[Vari
     """Train, evaluate and report, as far as that is not done.
 
     Raises:
-        StageFailed: a training, an evaluation or the report failed.
+        StageError: a training, an evaluation or the report failed.
     """
     # Seed by seed: an ablation that is stopped has compared all variants.
     chosen = [
@@ -98,9 +98,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.at_once < 1:
         parser.error(f"--at-once {options.at_once}: must be at least 1")
     try:
-        with unwinding_signals():
+        with signals_as_exceptions():
             ablate(options)
-    except (ValueError, OSError, StageFailed) as error:
+    except (ValueError, OSError, StageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Interrupted as received:

@@ -28,7 +28,7 @@ from specforge_dspine.evaluation.bootstrap import BOOTSTRAP
 from specforge_dspine.evaluation.metrics import acceptance_by_position
 from specforge_dspine.evaluation.results import ROUNDS, traces_of
 from specforge_dspine.training.run_logger import METRICS_FILE
-from specforge_dspine.utils.files import read_json, read_jsonl, replacing, write_json
+from specforge_dspine.utils.files import atomic_write, read_json, read_jsonl, write_json
 
 BINS = 20  # of a curve
 ORDERINGS = (
@@ -175,7 +175,7 @@ def make_report(folder: Path, out: Path, note: str = "") -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "ablation.json", report)
     pictures = draw_all(report, out)
-    with replacing(out / "ablation.md") as file:
+    with atomic_write(out / "ablation.md") as file:
         file.write(markdown(report, pictures).encode())
     return report
 

@@ -29,7 +29,7 @@ from specforge_dspine.utils.stages import Stages
 from specforge_dspine.utils.versions import VERSION, installed
 
 INPUTS, SPEED = "inputs.json", "speed.json"
-FLAVOUR = "specforge"  # every variant has it, and it is the last that a run exports
+FLAVOR = "specforge"  # every variant has it, and it is the last that a run exports
 OWN = {  # what a recipe says of a run alone, or of a place: not the ablation's inputs
     "": ("run_id", "output_dir"),
     "training": ("seed",),
@@ -45,7 +45,7 @@ class Place:
         self.variant, self.seed = variant, seed
         self.folder = out / variant / f"seed{seed}"
         self.run, self.evaluation = self.folder / "run", self.folder / "evaluation"
-        self.draft = self.run / "export" / FLAVOUR
+        self.draft = self.run / "export" / FLAVOR
 
     @property
     def trained(self) -> bool:
@@ -168,7 +168,7 @@ def train(stages: Stages, recipe: Path, variant: Variant, place: Place, threads:
     """Train ``place``'s run to its end, or continue what a stopped command left of it.
 
     Raises:
-        StageFailed: the training failed.
+        StageError: the training failed.
     """
     log = place.run / METRICS_FILE
     started = bool(checkpoint_folders(place.run)) or (log.exists() and log.stat().st_size > 0)
@@ -196,7 +196,7 @@ def perform(
     """Train and evaluate one run, as far as that is not done.
 
     Raises:
-        StageFailed: one of the two failed.
+        StageError: one of the two failed.
     """
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.at_once)
     place.folder.mkdir(parents=True, exist_ok=True)

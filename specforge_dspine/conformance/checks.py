@@ -24,7 +24,7 @@ from specforge_dspine.decoding.sampling import GREEDY
 from specforge_dspine.modeling.draft_model import DraftOutput
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.curriculum import alignment_beta, replacement_probability
-from specforge_dspine.objective.distillation import Distil, distil, distil_by_autograd, teacher_distribution
+from specforge_dspine.objective.distillation import Distill, distill, distill_by_autograd, teacher_distribution
 from specforge_dspine.objective.loss import cosine_terms, refinement_terms
 from specforge_dspine.objective.supervision import Rows, gathered, supervised_rows
 
@@ -134,9 +134,9 @@ def rows_of(v: Vectors) -> Rows:
     )
 
 
-def distillations() -> dict[str, Distil]:
+def distillations() -> dict[str, Distill]:
     """As training computes it, and its reference, by the suffix of their quantities."""
-    return {"": distil, " (by autograd)": distil_by_autograd}
+    return {"": distill, " (by autograd)": distill_by_autograd}
 
 
 def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -196,7 +196,7 @@ def loss_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     """
     chosen = v.candidates("rows/candidates") if v.dtype is torch.bfloat16 else None
     for normalization, (suffix, implementation) in product(("separate", "shared"), distillations().items()):
-        v.model.normalization, v.model.distil = normalization, implementation
+        v.model.normalization, v.model.distill = normalization, implementation
         v.draft.zero_grad()
         loss = v.model(
             v.batch("input_ids"),

@@ -166,7 +166,7 @@ def draw(path: Path, reference: Curve, curve: Curve | None = None, deviations: S
             below.plot(range(1, len(d) + 1), d, color="tab:red")
             for limit, style in ((tolerance_of(part).absolute, "--"), (tolerance_of(part).drift, ":")):
                 for sign in (-1, 1):
-                    below.axhline(sign * limit, color="grey", linestyle=style, linewidth=0.8)
+                    below.axhline(sign * limit, color="gray", linestyle=style, linewidth=0.8)
             below.set(ylabel="residual / typical size")
             below.set_yscale("symlog", linthresh=tolerance_of(part).drift)
         if part in starts:

@@ -155,7 +155,7 @@ def run_curve(spec: Spec, workdir: Path, world: Path | None = None) -> Curve:
     ``workdir`` is replaced; what the trainer prints goes to ``run.log`` there.
 
     Raises:
-        RecipeError, RunFailed, FloatingPointError: as ``train.run``.
+        RecipeError, RunError, FloatingPointError: as ``train.run``.
     """
     world = world or world_in(workdir)
     run_dir = workdir / spec.name

@@ -11,7 +11,7 @@ With n = h / RMS(h), the logit of v after x is E_v · (w ⊙ n) = s · (embed(v 
 x + k₁, then at x + k₂: the division takes the norm's weights out, and leaves a state before the norm worth nothing.
 The layers between are drawn small: they disturb, so that the teacher depends on more than the last word.
 Text is drawn from the same chain. Its adjacent predecessor decides the next word, which is what injection and
-refinement are for. Everything follows from one seed; no random number comes from a library's own initialisation.
+refinement are for. Everything follows from one seed; no random number comes from a library's own initialization.
 """
 
 from __future__ import annotations

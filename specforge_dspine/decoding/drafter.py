@@ -4,7 +4,7 @@ The keys and values that every draft layer makes of the target's features are ke
 (``DynamicCache``); those of a block, anchor and mask tokens, are dropped with it. So a round costs the tokens that
 the one before accepted, and its own block.
 
-Where the answer is known already, ``Anticipated`` drafts the blocks of all anchors in a few forwards instead: the
+Where the answer is known already, ``ReplayDrafter`` drafts the blocks of all anchors in a few forwards instead: the
 same proposals, several times sooner, for a forward over one block is too small to use the processor.
 """
 
@@ -78,13 +78,13 @@ class BlockDrafter:
         return out
 
 
-class Anticipated:
+class ReplayDrafter:
     """Greedy proposals of ``drafter`` along an answer that is known, ``ids`` [S] from position ``start`` on, with the
     target's states ``taps`` [S, T·H]: a ``rounds.Drafter`` for decoding just that answer."""
 
     def __init__(self, drafter: BlockDrafter, ids: Tensor, taps: Tensor, start: int) -> None:
         anchors = torch.arange(start, len(ids) - 1, device=ids.device)
-        parts = [anticipate(drafter, ids, taps, part) for part in anchors.split(AT_ONCE) if len(part)]
+        parts = [draft_all_anchors(drafter, ids, taps, part) for part in anchors.split(AT_ONCE) if len(part)]
         self.start, self.position = start, 0
         self.proposals = [Proposal(*row, None) for part in parts for row in zip(part.tokens, part.ids, strict=True)]
 
@@ -99,7 +99,7 @@ class Anticipated:
 
 
 @torch.inference_mode()
-def anticipate(drafter: BlockDrafter, ids: Tensor, taps: Tensor, anchors: Tensor) -> Proposal:
+def draft_all_anchors(drafter: BlockDrafter, ids: Tensor, taps: Tensor, anchors: Tensor) -> Proposal:
     """Greedy proposals [N, M] of blocks at ``anchors`` [N] of a known sequence, ``ids`` [S], ``taps`` [S, T·H]."""
     keep = torch.ones(1, len(anchors), dtype=torch.bool, device=ids.device)
     blocks = Blocks(anchors=anchors[None], keep=keep, replaced=~keep)

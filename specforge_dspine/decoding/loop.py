@@ -23,7 +23,7 @@ from specforge_dspine.decoding.sampling import Sampling, choose
 from specforge_dspine.decoding.verification import verify
 
 
-class Seen(NamedTuple):
+class TargetOutput(NamedTuple):
     """What the target says of n tokens that it read: ``logits`` [n, V] of the token after each, and the tapped
     layers' outputs ``taps`` [n, T·H]."""
 
@@ -34,11 +34,11 @@ class Seen(NamedTuple):
 class Target(Protocol):
     """A target that verifies, one sequence at a time."""
 
-    def start(self, prompt: Tensor) -> Seen:
+    def start(self, prompt: Tensor) -> TargetOutput:
         """Read the prompt [P] of a new sequence; of its logits only the last row is needed ([1, V])."""
         ...
 
-    def extend(self, tokens: Tensor) -> Seen:
+    def extend(self, tokens: Tensor) -> TargetOutput:
         """Read ``tokens`` [n] after what was kept so far."""
         ...
 

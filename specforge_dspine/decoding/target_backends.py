@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from specforge_dspine.decoding.loop import Seen
+from specforge_dspine.decoding.loop import TargetOutput
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.record import RecordError, Sample, TargetIdentity, read_record
 
@@ -70,12 +70,12 @@ class ModelTarget:
         self.cache = DynamicCache()
         self.length = 0
 
-    def start(self, prompt: Tensor) -> Seen:
+    def start(self, prompt: Tensor) -> TargetOutput:
         """See ``rounds.Target``."""
         self.cache, self.length = DynamicCache(), len(prompt)
         return self._read(prompt, 1)
 
-    def extend(self, tokens: Tensor) -> Seen:
+    def extend(self, tokens: Tensor) -> TargetOutput:
         """See ``rounds.Target``."""
         return self._read(tokens, len(tokens))
 
@@ -84,7 +84,7 @@ class ModelTarget:
         self.length += count
         self.cache.crop(self.length)
 
-    def _read(self, tokens: Tensor, logits: int) -> Seen:
+    def _read(self, tokens: Tensor, logits: int) -> TargetOutput:
         out = self.model(
             tokens[None],
             past_key_values=self.cache,
@@ -93,7 +93,7 @@ class ModelTarget:
             logits_to_keep=logits,
         )
         taps = torch.cat([out.hidden_states[layer + 1][0] for layer in self.layers], dim=-1)
-        return Seen(out.logits[0], taps)
+        return TargetOutput(out.logits[0], taps)
 
 
 class ServedTarget:
@@ -104,17 +104,17 @@ class ServedTarget:
         self.kept: list[int] = []
         self.read: list[int] = []
 
-    def start(self, prompt: Tensor) -> Seen:
+    def start(self, prompt: Tensor) -> TargetOutput:
         """See ``rounds.Target``."""
         self.kept = prompt.tolist()
         final, taps = self._capture(self.kept, len(self.kept))
-        return Seen(F.linear(final[-1:], self.head), taps)
+        return TargetOutput(F.linear(final[-1:], self.head), taps)
 
-    def extend(self, tokens: Tensor) -> Seen:
+    def extend(self, tokens: Tensor) -> TargetOutput:
         """See ``rounds.Target``."""
         self.read = tokens.tolist()
         final, taps = self._capture(self.kept + self.read, len(self.read))
-        return Seen(F.linear(final, self.head), taps)
+        return TargetOutput(F.linear(final, self.head), taps)
 
     def keep(self, count: int) -> None:
         """See ``rounds.Target``."""
@@ -149,15 +149,15 @@ class CapturedAnswer:
         self.ids, self.taps, self.vocab = ids, taps, vocab
         self.length = 0
 
-    def start(self, prompt: Tensor) -> Seen:
+    def start(self, prompt: Tensor) -> TargetOutput:
         """See ``rounds.Target``."""
         self.length = len(prompt)
-        return Seen(self._next(self.ids.new_tensor([self.length - 1])), self.taps[: self.length])
+        return TargetOutput(self._next(self.ids.new_tensor([self.length - 1])), self.taps[: self.length])
 
-    def extend(self, tokens: Tensor) -> Seen:
+    def extend(self, tokens: Tensor) -> TargetOutput:
         """See ``rounds.Target``."""
         positions = torch.arange(self.length, self.length + len(tokens), device=self.ids.device)
-        return Seen(self._next(positions), self.taps[self.length : self.length + len(tokens)])
+        return TargetOutput(self._next(positions), self.taps[self.length : self.length + len(tokens)])
 
     def keep(self, count: int) -> None:
         """See ``rounds.Target``."""

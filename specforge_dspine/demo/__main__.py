@@ -24,12 +24,12 @@ from functools import partial
 from pathlib import Path
 
 from specforge_dspine.demo.prepare import HELDOUT, TRAIN, Amounts, prepare, samples_of
-from specforge_dspine.streaming.server import ServerFailed
+from specforge_dspine.streaming.server import ManagedServerError
 from specforge_dspine.training.recipe import Recipe, load_recipe
 from specforge_dspine.utils.errors import RecipeError
 from specforge_dspine.utils.files import write_json
-from specforge_dspine.utils.signals import Interrupted, unwinding_signals
-from specforge_dspine.utils.stages import StageFailed, Stages, together
+from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
+from specforge_dspine.utils.stages import StageError, Stages, together
 
 EVALUATIONS: dict[str, tuple[object, ...]] = {  # greedy ones replay the answers, the sampled one asks the target
     "refined": ("--live", 2),
@@ -43,8 +43,8 @@ def demo(stages: Stages, recipe_path: Path, recipe: Recipe, out: Path, amounts: 
     """All stages; everything goes below ``out`` and the recipe's own paths.
 
     Raises:
-        StageFailed: a stage failed.
-        ServerFailed: a server for the answers did not start.
+        StageError: a stage failed.
+        ManagedServerError: a server for the answers did not start.
     """
     prepare(stages, recipe, out, amounts)
     samples, target = samples_of(out, TRAIN), recipe.host.model.target_model_path
@@ -89,14 +89,14 @@ def main(argv: list[str] | None = None) -> int:
         recipe = load_recipe(args.recipe)
         args.out.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
-        with unwinding_signals(), Stages() as stages:
+        with signals_as_exceptions(), Stages() as stages:
             amounts = Amounts(train=args.prompts, heldout=args.heldout, new_tokens=args.new_tokens)
             demo(stages, args.recipe, recipe, args.out, amounts)
         seconds = stages.seconds | {"all": round(time.monotonic() - started, 1)}
         write_json(args.out / "seconds.json", seconds)
         print("\nseconds: " + ", ".join(f"{name} {value:g}" for name, value in seconds.items()))
         print(f"look at {args.out}/report.png")
-    except (RecipeError, StageFailed, ServerFailed) as error:
+    except (RecipeError, StageError, ManagedServerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Interrupted as signal_received:

@@ -28,12 +28,12 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 
-from specforge_dspine.streaming.server import ManagedServer, ServerFailed
+from specforge_dspine.streaming.server import ManagedServer, ManagedServerError
 from specforge_dspine.training.recipe import Recipe, load_recipe
 from specforge_dspine.utils.errors import RecipeError
 from specforge_dspine.utils.files import write_json
-from specforge_dspine.utils.signals import Interrupted, unwinding_signals
-from specforge_dspine.utils.stages import StageFailed, Stages, together
+from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
+from specforge_dspine.utils.stages import StageError, Stages, together
 
 TRAIN, HELDOUT = "train", "heldout"
 SOURCES = ("chatterbot", "reasoning-gym")
@@ -69,8 +69,8 @@ def prepare(
     """Samples of all splits below ``out``, and features of those in ``captured``.
 
     Raises:
-        StageFailed: a stage failed.
-        ServerFailed: a server for the answers did not start.
+        StageError: a stage failed.
+        ManagedServerError: a server for the answers did not start.
     """
     target = recipe.host.model.target_model_path
     stages.run("data_prep.target", "--out", target)
@@ -176,12 +176,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         recipe = load_recipe(args.recipe)
         args.out.mkdir(parents=True, exist_ok=True)
-        with unwinding_signals(), Stages() as stages:
+        with signals_as_exceptions(), Stages() as stages:
             prepare(
                 stages, recipe, args.out, amounts, captured=tuple(args.capture), benchmarks=tuple(args.benchmarks)
             )
         write_json(args.out / "seconds.json", stages.seconds)
-    except (RecipeError, StageFailed, ServerFailed) as error:
+    except (RecipeError, StageError, ManagedServerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Interrupted as signal_received:

@@ -23,7 +23,7 @@ from typing import Any
 
 from data_prep.cleaning.conversations import read_messages
 from data_prep.readers.inputs import Inputs, open_inputs, rows_of
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 ARITHMETIC = "gsm_symbolic"
 ARITHMETIC_SEED = 1_000_000_007  # problem k comes from seed + k, and data_prep counts from 0
@@ -68,7 +68,7 @@ BENCHMARKS = {
 SYNTAX = f"{', '.join(BENCHMARKS)} (each also as NAME=FILE), arithmetic, prompts=FILE, captured=DIR"
 
 
-class SetError(ValueError):
+class BenchmarkError(ValueError):
     """A set that cannot be read; the message says what would work."""
 
 
@@ -108,13 +108,13 @@ def open_set(spec: str, limit: int | None = None) -> EvaluationSet:
     """The first ``limit`` prompts of the set that ``spec`` names (:data:`SYNTAX`).
 
     Raises:
-        SetError: an unknown name, a missing file or package, or no prompt in it.
+        BenchmarkError: an unknown name, a missing file or package, or no prompt in it.
     """
     name, _, place = spec.partition("=")
     path = Path(place)
     benchmark = BENCHMARKS.get(name)
     if place and not path.exists():
-        raise SetError(f"set {spec}: there is no {path}")
+        raise BenchmarkError(f"set {spec}: there is no {path}")
     if benchmark is not None:
         source, entries = rows(place) if place else carried(name, benchmark)
         found = collect(entries, lambda at, row: Prompt(f"{name}-{at}", benchmark_turns(row, benchmark)), limit)
@@ -127,13 +127,13 @@ def open_set(spec: str, limit: int | None = None) -> EvaluationSet:
         source, found = str(path), (tuple(islice(records(path), limit)), ())
         name = path.resolve().name
     else:
-        raise SetError(f"set {spec!r} is unknown: use {SYNTAX}")
+        raise BenchmarkError(f"set {spec!r} is unknown: use {SYNTAX}")
     prompts, skipped = found
     if not prompts:
         reason = f"; the first: {skip_text(skipped[0])}" if skipped else ""
-        raise SetError(f"set {spec}: {source} holds no prompt ({len(skipped)} entries skipped{reason})")
+        raise BenchmarkError(f"set {spec}: {source} holds no prompt ({len(skipped)} entries skipped{reason})")
     if len({prompt.name for prompt in prompts}) < len(prompts):
-        raise SetError(f"set {spec}: ids repeat in {source}; every prompt needs its own")
+        raise BenchmarkError(f"set {spec}: ids repeat in {source}; every prompt needs its own")
     return EvaluationSet(name, source, prompts, skipped, benchmark.instruction if benchmark else "{question}")
 
 
@@ -147,10 +147,10 @@ def collect(
     def usable() -> Iterator[Prompt]:
         for number, (line, entry) in enumerate(entries, 1):  # entries of a .json file may share a line
             try:
-                if isinstance(entry, OddEntry):
+                if isinstance(entry, InvalidRow):
                     raise entry
                 yield read(number, entry)
-            except OddEntry as odd:
+            except InvalidRow as odd:
                 skipped.append({"line": line, "reason": str(odd)})
 
     return tuple(islice(usable(), limit)), tuple(skipped)
@@ -165,12 +165,12 @@ def rows(name: str) -> tuple[str, Iterable[tuple[int | None, Any]]]:
     """Source and entries (line, content) of what data_prep calls ``name``.
 
     Raises:
-        SetError: it cannot be read.
+        BenchmarkError: it cannot be read.
     """
     try:
         inputs: Inputs = open_inputs([name])
     except ValueError as error:
-        raise SetError(str(error).removeprefix("--input ")) from error
+        raise BenchmarkError(str(error).removeprefix("--input ")) from error
     return ", ".join(each.name for each in inputs.found), ((line, entry) for _, line, entry in rows_of(inputs))
 
 
@@ -178,34 +178,34 @@ def carried(name: str, benchmark: Benchmark) -> tuple[str, Iterable[tuple[int | 
     """Source and entries of a benchmark from its package, or else from a hub.
 
     Raises:
-        SetError: neither is to be had.
+        BenchmarkError: neither is to be had.
     """
     refused = []
     for place in filter(None, (benchmark.package, benchmark.hub)):
         try:
             return rows(place)
-        except SetError as error:
+        except BenchmarkError as error:
             refused.append(str(error).splitlines()[0])
-    raise SetError(f"set {name}: {'; '.join(refused)}; give a file: {name}=FILE")
+    raise BenchmarkError(f"set {name}: {'; '.join(refused)}; give a file: {name}=FILE")
 
 
 def benchmark_turns(entry: Any, benchmark: Benchmark) -> tuple[str, ...]:
     """What the user says in each turn of an entry.
 
     Raises:
-        OddEntry: it has none of the benchmark's fields, or no text there.
+        InvalidRow: it has none of the benchmark's fields, or no text there.
     """
     if not isinstance(entry, dict):
-        raise OddEntry("not a JSON object", type(entry).__name__)
+        raise InvalidRow("not a JSON object", type(entry).__name__)
     field = next((field for field in benchmark.fields if field in entry), None)
     if field is None:
-        raise OddEntry(f"none of the fields {', '.join(benchmark.fields)}", f"has {sorted(entry)}")
+        raise InvalidRow(f"none of the fields {', '.join(benchmark.fields)}", f"has {sorted(entry)}")
     value = entry[field]
     turns = value if isinstance(value, list) else [value]
     turns = turns[::2] if field == CHAT else turns
     turns = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns]  # arena-hard 0.1
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise OddEntry("content is not text", f"{field} is {value!r:.60}")
+        raise InvalidRow("content is not text", f"{field} is {value!r:.60}")
     extra = entry.get(benchmark.extra) if benchmark.extra else None
     if extra:
         turns[-1] += "\n\n" + ("\n".join(map(str, extra)) if isinstance(extra, list) else str(extra))
@@ -216,7 +216,7 @@ def conversation(number: int, entry: Any) -> Prompt:
     """A row of data_prep.prompts; assistant turns are only places, for the target answers itself.
 
     Raises:
-        OddEntry: it is none.
+        InvalidRow: it is none.
     """
     messages = read_messages(entry)
     system = next((message["content"] for message in messages if message["role"] == "system"), None)
@@ -229,12 +229,12 @@ def generated(limit: int | None) -> tuple[Prompt, ...]:
     """Word problems.
 
     Raises:
-        SetError: reasoning-gym is not installed.
+        BenchmarkError: reasoning-gym is not installed.
     """
     try:
         import reasoning_gym
     except ImportError as error:
-        raise SetError("set arithmetic: pip install reasoning-gym") from error
+        raise BenchmarkError("set arithmetic: pip install reasoning-gym") from error
     count = min(limit or ARITHMETIC_PROMPTS, ARITHMETIC_PROMPTS)
     task = reasoning_gym.create_dataset(ARITHMETIC, size=ARITHMETIC_PROMPTS, seed=ARITHMETIC_SEED)
     return tuple(Prompt(f"arithmetic-{k}", (task[k]["question"],)) for k in range(count))

@@ -21,7 +21,7 @@ from specforge_dspine.utils.versions import VERSION, installed
 
 
 def open_draft(folder: Path, tokenizer: PreTrainedTokenizerBase) -> DSpineDraftModel:
-    """An export of ours, of either flavour, or a DFlash draft of somebody else.
+    """An export of ours, of either flavor, or a DFlash draft of somebody else.
 
     Raises:
         CheckpointError: it is neither, or damaged, by name.

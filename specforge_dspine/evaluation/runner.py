@@ -1,6 +1,6 @@
 """Answers every prompt of the evaluation sets by speculative decoding, and keeps each answer's rounds.
 
-``Verifying`` opens what is asked for when it is asked for: the model or the server that verifies. ``Answering`` goes
+``TargetVerifier`` opens the model or the server that verifies, on first use. ``EvaluationRunner`` goes
 through temperatures, sets, prompts and turns; what its ledger holds already is not decoded again. Draws depend on the
 seed and the prompt alone, so that a continued run gives what an undisturbed one would have given.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from specforge_dspine.decoding.drafter import Anticipated, BlockDrafter
+from specforge_dspine.decoding.drafter import BlockDrafter, ReplayDrafter
 from specforge_dspine.decoding.loop import Drafter, Target, Trace, decode
 from specforge_dspine.decoding.sampling import Sampling
 from specforge_dspine.decoding.target_backends import (
@@ -43,7 +43,7 @@ Record = dict[str, Any]
 """What is kept of one answer, as JSON."""
 
 
-class LiveMismatch(RuntimeError):
+class ReplayMismatchError(RuntimeError):
     """Real decoding and the replay of a captured answer disagree: one of the two is wrong."""
 
 
@@ -80,7 +80,7 @@ class Settings:
         return asdict(self)
 
 
-class Verifying:
+class TargetVerifier:
     """The target of an evaluation: its tables ``head`` E [V, H] and ``embedding`` [V, H] at once, what verifies on
     first use; leaving the context closes that."""
 
@@ -93,7 +93,7 @@ class Verifying:
         self._live: Target | None = None
         self._stack = ExitStack()
 
-    def __enter__(self) -> Verifying:
+    def __enter__(self) -> TargetVerifier:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,7 +103,7 @@ class Verifying:
         """The real target; a server is proven on the ids ``probe`` first.
 
         Raises:
-            StreamProofError: the server's states cannot be trusted.
+            CaptureVerificationError: the server's states cannot be trusted.
             ConnectionError: no server there.
         """
         if self._live is None and self.server is None:
@@ -111,12 +111,12 @@ class Verifying:
             self._live = ModelTarget(model.to(self.device), self.identity.layers)
         elif self._live is None:
             client = self._stack.enter_context(SGLangClient(str(self.server)))
-            client.prove(self.identity, self.head, (probe * PROBE_TOKENS)[: max(PROBE_TOKENS, len(probe))])
+            client.verify_server(self.identity, self.head, (probe * PROBE_TOKENS)[: max(PROBE_TOKENS, len(probe))])
             self._live = ServedTarget(client, self.identity, self.head)
         return self._live
 
 
-class Answering:
+class EvaluationRunner:
     """Decodes with ``drafter`` against ``target``; ``stop`` ids end an answer, ``room`` tokens fit the target.
 
     Every turn gets one record: set, prompt, turn, temperature, seconds, and ``trace``, or ``skipped`` with a reason.
@@ -125,7 +125,7 @@ class Answering:
     def __init__(
         self,
         drafter: BlockDrafter,
-        target: Verifying,
+        target: TargetVerifier,
         tokenizer: PreTrainedTokenizerBase,
         settings: Settings,
         ledger: Ledger,
@@ -141,8 +141,8 @@ class Answering:
         """Decode what the ledger lacks and keep it there, one by one; returns how many records it then holds.
 
         Raises:
-            LiveMismatch: a captured answer's replay differs from real decoding.
-            StreamProofError, ConnectionError: as ``Verifying.live``.
+            ReplayMismatchError: a captured answer's replay differs from real decoding.
+            CaptureVerificationError, ConnectionError: as ``TargetVerifier.live``.
             RecordError: a captured record, or a server's, is damaged.
             ValueError: a captured answer is not the target's greedy one.
         """
@@ -200,12 +200,12 @@ class Answering:
         ids, taps = ids[: start + length], record["hidden_states"][0, : start + length]
         known = CapturedAnswer(ids, taps, len(self.target.head))
         trace = self._decode(
-            known, 0.0, prompt.name, question, 0, length, Anticipated(self.drafter, ids, taps, start)
+            known, 0.0, prompt.name, question, 0, length, ReplayDrafter(self.drafter, ids, taps, start)
         )
         if live:
             real = self._decode(self.target.live(question), 0.0, prompt.name, question, 0, length)
             if real != trace:
-                raise LiveMismatch(f"{prompt.name}: decoding gave {real}, the captured answer gives {trace}")
+                raise ReplayMismatchError(f"{prompt.name}: decoding gave {real}, the captured answer gives {trace}")
         return {"trace": trace.to_json(), "live": live}
 
     def _too_long(self, question: list[int]) -> str | None:

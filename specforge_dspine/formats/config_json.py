@@ -1,11 +1,11 @@
-"""Checkpoint formats: the draft's tensors, the two flavours of config.json, and what each must hold.
+"""Checkpoint formats: the draft's tensors, the two flavors of config.json, and what each must hold.
 
     specforge   architectures ["DSpineDraftModel"]; loads with DSpineDraftModel.from_pretrained
     sglang      architectures ["DFlashDraftModel"] and dflash_config.selected_prefix_code_bridge, which makes the
                 serving plugin load it as DSpine; a variant without injection has no bridge and is a plain DFlash
 
 ``SGLANG_LAYOUT`` is the one table to correct when a released checkpoint can be read: the bridge's own keys and
-the file layout of that flavour are not published.
+the file layout of that flavor are not published.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specforge_dspine.modeling.config import ARCHITECTURE, DSpineSettings, check
 from specforge_dspine.modeling.state_dict import TABLE, expected_shapes
 from specforge_dspine.utils.errors import CheckpointError
 
-FLAVOURS = ("sglang", "specforge")
+FLAVORS = ("sglang", "specforge")
 BRIDGE = "selected_prefix_code_bridge"
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 # What a reader would otherwise fill in from its own defaults, silently.
@@ -54,7 +54,7 @@ DROPPED = (
 
 
 class Layout(NamedTuple):
-    """A flavour on disk: its architecture name; the bridge's keys → the DSpineSettings fields they hold; the file
+    """A flavor on disk: its architecture name; the bridge's keys → the DSpineSettings fields they hold; the file
     and name of the code table, everything else being in ``WEIGHTS`` under our own names."""
 
     architecture: str
@@ -70,10 +70,10 @@ SGLANG_LAYOUT = Layout(
 LAYOUTS = {"sglang": SGLANG_LAYOUT, "specforge": Layout(ARCHITECTURE, None)}
 
 
-def flavour_config(payload: dict[str, Any], config: Any, flavour: str, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of ``flavour`` from the draft's own config (``payload`` is its dictionary)."""
-    refuse_unservable(flavour, settings_of(config))
-    layout, settings = LAYOUTS[flavour], settings_of(config)
+def flavour_config(payload: dict[str, Any], config: Any, flavor: str, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of ``flavor`` from the draft's own config (``payload`` is its dictionary)."""
+    refuse_unservable(flavor, settings_of(config))
+    layout, settings = LAYOUTS[flavor], settings_of(config)
     theta = rope_theta(config)
     out = {key: value for key, value in payload.items() if key not in DROPPED}
     out |= {
@@ -93,15 +93,15 @@ def flavour_config(payload: dict[str, Any], config: Any, flavour: str, dtype: to
     return out
 
 
-def refuse_unservable(flavour: str, settings: DSpineSettings) -> None:
+def refuse_unservable(flavor: str, settings: DSpineSettings) -> None:
     """An engine that finds the bridge refines, and one that finds none serves a plain DFlash: no third way.
 
     Raises:
-        CheckpointError: ``flavour`` has no way to say what this variant is.
+        CheckpointError: ``flavor`` has no way to say what this variant is.
     """
-    if LAYOUTS[flavour].bridge is not None and settings.injection and not settings.refinement:
+    if LAYOUTS[flavor].bridge is not None and settings.injection and not settings.refinement:
         raise CheckpointError(
-            f"refinement is off in this draft, and an engine that serves the {flavour} flavour with injection always "
+            f"refinement is off in this draft, and an engine that serves the {flavor} flavor with injection always "
             "refines; export it as specforge"
         )
 
@@ -114,14 +114,14 @@ def without_readouts(tensors: Mapping[str, Tensor], config: Any) -> tuple[dict[s
 
 
 def check_config(payload: Mapping[str, Any]) -> str:
-    """The flavour of a config.json, everything being present that an engine would otherwise guess.
+    """The flavor of a config.json, everything being present that an engine would otherwise guess.
 
     Raises:
         CheckpointError: a missing or contradictory key, bridge or flag, or an id out of range, by name.
     """
     architectures = payload.get("architectures")
-    flavours = [name for name, layout in LAYOUTS.items() if architectures == [layout.architecture]]
-    if not flavours:
+    flavors = [name for name, layout in LAYOUTS.items() if architectures == [layout.architecture]]
+    if not flavors:
         known = [layout.architecture for layout in LAYOUTS.values()]
         raise CheckpointError(f"architectures={architectures}: expected one of {known}")
     dflash = section(payload, "dflash_config")
@@ -142,8 +142,8 @@ def check_config(payload: Mapping[str, Any]) -> str:
         raise CheckpointError(
             f"dflash_config.block_size={dflash.get('block_size')} differs from block_size={payload['block_size']}"
         )
-    check_bridge(flavours[0], dflash, ours)
-    return flavours[0]
+    check_bridge(flavors[0], dflash, ours)
+    return flavors[0]
 
 
 def section(payload: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -231,17 +231,17 @@ def parse_settings(values: Mapping[str, Any]) -> DSpineSettings:
         raise CheckpointError(f"dspine_config.{name}={problem['input']!r}: {problem['msg']}") from error
 
 
-def check_bridge(flavour: str, dflash: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """The bridge is there and agrees with ``dspine_config``; or the flavour has none.
+def check_bridge(flavor: str, dflash: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """The bridge is there and agrees with ``dspine_config``; or the flavor has none.
 
     Raises:
         CheckpointError: with the bridge's key.
     """
-    bridge, found = LAYOUTS[flavour].bridge, dflash.get(BRIDGE)
+    bridge, found = LAYOUTS[flavor].bridge, dflash.get(BRIDGE)
     if bridge is None or not settings["injection"]:
         if found is not None:
             raise CheckpointError(
-                f"dflash_config.{BRIDGE} belongs to the sglang flavour of drafts with injection, not to this one"
+                f"dflash_config.{BRIDGE} belongs to the sglang flavor of drafts with injection, not to this one"
             )
         return
     if not isinstance(found, Mapping):

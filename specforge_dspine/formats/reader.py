@@ -17,16 +17,16 @@ from specforge_dspine.utils.files import read_json
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Qwen3Config]:
-    """Tensors and config of an exported draft of either flavour, checked.
+    """Tensors and config of an exported draft of either flavor, checked.
 
     Raises:
         CheckpointError: a missing, unknown or wrong-shaped tensor, a missing bridge or flag, by name.
     """
     folder = Path(folder)
     payload = read_json(folder / CONFIG)
-    flavour = check_config(payload)
+    flavor = check_config(payload)
     config = Qwen3Config.from_dict(payload | {"architectures": [ARCHITECTURE]})
-    tensors = read_tensors(folder, LAYOUTS[flavour].table if settings_of(config).has_readouts else None)
+    tensors = read_tensors(folder, LAYOUTS[flavor].table if settings_of(config).has_readouts else None)
     check_tensors(tensors, config)
     for name, value in tensors.items():
         if name != TABLE and value.is_floating_point() and str(value.dtype) != f"torch.{payload.get('dtype')}":
@@ -35,7 +35,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Qwen3Config]:
 
 
 def load_draft(folder: Path, *, attention: str = "sdpa") -> DSpineDraftModel:
-    """A draft of either flavour, in eval mode, in the dtype it was exported in.
+    """A draft of either flavor, in eval mode, in the dtype it was exported in.
 
     Raises:
         CheckpointError: as ``read_checkpoint``.

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, and two layouts beside the flavours that we write: "reference", and DFlash of others.
+"""Files of a checkpoint, and two layouts beside the flavors that we write: "reference", and DFlash of others.
 
     model.safetensors      the draft's tensors, named as ours, without the two buffers
     transfer.safetensors   ``codes`` C [V, r]

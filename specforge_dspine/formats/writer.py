@@ -33,7 +33,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def write_checkpoint(
-    tensors: dict[str, Tensor], config: Qwen3Config, flavour: str, out: Path, dtype: torch.dtype
+    tensors: dict[str, Tensor], config: Qwen3Config, flavor: str, out: Path, dtype: torch.dtype
 ) -> None:
     """Verify, cast and write a checkpoint beside ``out``, read it back bit for bit, then rename it.
 
@@ -43,15 +43,15 @@ def write_checkpoint(
         CheckpointError: as ``export_run``, or ``out`` is something else than an earlier export.
     """
     check_tensors(tensors, config)
-    if LAYOUTS[flavour].bridge is not None and not settings_of(config).injection:
+    if LAYOUTS[flavor].bridge is not None and not settings_of(config).injection:
         tensors, config = without_readouts(tensors, config)
     cast = {n: cast_weight(n, value, dtype).contiguous().clone() for n, value in tensors.items()}
     check_tensors(cast, config)  # again: a large weight overflows float16
-    payload = flavour_config(config.to_dict(), config, flavour, dtype)
+    payload = flavour_config(config.to_dict(), config, flavor, dtype)
     check_config(payload)
     files = {WEIGHTS: {n: value for n, value in cast.items() if n != TABLE}}
     if TABLE in cast:
-        file, stored_name = LAYOUTS[flavour].table
+        file, stored_name = LAYOUTS[flavor].table
         files.setdefault(file, {})[stored_name] = cast[TABLE]
 
     out = Path(out).absolute()
@@ -64,7 +64,7 @@ def write_checkpoint(
         for file, stored in files.items():
             save_file(stored, partial / file, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
-        (partial / CARD).write_text(model_card(payload, flavour), encoding="utf-8")
+        (partial / CARD).write_text(model_card(payload, flavor), encoding="utf-8")
         written, _ = read_checkpoint(partial)
         for name, value in cast.items():
             if not torch.equal(written[name], value):
@@ -97,7 +97,7 @@ def cast_weight(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(torch.float32 if name == TABLE else dtype)
 
 
-def model_card(payload: dict[str, Any], flavour: str) -> str:
+def model_card(payload: dict[str, Any], flavor: str) -> str:
     """What a person who finds the folder needs to know."""
     dflash, settings = payload["dflash_config"], payload["dspine_config"]
     table = f"`{TABLE}` is float32 and belongs to this draft: it must not be recomputed."
@@ -109,9 +109,9 @@ def model_card(payload: dict[str, Any], flavour: str) -> str:
             f"DFLASH. **Unverified**: the keys of `dflash_config.{BRIDGE}` are our reading of an unpublished\n"
             "format; loading in the released serving plugin was not tested."
         )
-    elif flavour == "sglang":
+    elif flavor == "sglang":
         serve = f"A plain DFlash: serve it as DFLASH, `--speculative-num-draft-tokens {payload['block_size']}`."
-    return f"""# DSpine draft ({flavour} flavour)
+    return f"""# DSpine draft ({flavor} flavor)
 
 Written by specforge-dspine {VERSION}. Block size {payload["block_size"]} (anchor included),
 {payload["num_hidden_layers"]} layers, target layers {dflash["target_layer_ids"]} (0-based, "output of layer k") of

@@ -91,7 +91,7 @@ class DSpineSettings(StrictModel):
 
 
 class DSpineOptions(DSpineSettings):
-    """The ``dspine:`` section of a recipe: the draft's shape, the method, the objective's normalisation."""
+    """The ``dspine:`` section of a recipe: the draft's shape, the method, the objective's normalization."""
 
     num_hidden_layers: Count  # L
     block_size: int = Field(ge=2)  # B = 1 anchor + M proposals

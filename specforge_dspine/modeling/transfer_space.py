@@ -52,7 +52,7 @@ def build_transfer_space(
     two chunks [chunk_rows, H], three [H, H] matrices and the table [V, r] itself.
 
     Raises:
-        ValueError: ``rank`` exceeds H, or the centred head has fewer independent directions.
+        ValueError: ``rank`` exceeds H, or the centered head has fewer independent directions.
     """
     vocab, hidden = head.shape
     if not 0 < rank <= hidden:
@@ -65,8 +65,8 @@ def build_transfer_space(
 
     moment = torch.zeros(hidden, hidden, dtype=torch.float64, device=head.device)
     for unit in _unit_rows(head, chunk_rows):
-        centred = unit - mean
-        moment.addmm_(centred.T, centred)
+        centered = unit - mean
+        moment.addmm_(centered.T, centered)
     ascending, vectors = torch.linalg.eigh(moment)
     eigenvalues = ascending.flip(0)[:rank]
     directions = vectors.flip(1)[:, :rank]

@@ -7,9 +7,9 @@ With logits s = E·h, q = softmax(s), teacher p, label y, for every row of weigh
                 = q ⊙ (w (1−α) σ + w (α − (1−α) ⟨q, σ⟩)) − α w 1_y
     d loss / dh = Eᵀ (d loss / ds)
 
-The head is frozen, so a row's gradient by h is all that its backward pass needs: ``distil`` computes it while the
+The head is frozen, so a row's gradient by h is all that its backward pass needs: ``distill`` computes it while the
 logits exist and keeps [n, H], so that no [n, V] tensor outlives its chunk and none is computed twice.
-``distil_by_autograd`` is the same by differentiation: the reference, for conformance and tests.
+``distill_by_autograd`` is the same by differentiation: the reference, for conformance and tests.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Distilled(NamedTuple):
 
 
 # (hidden [n, H], head E [V, H], label [n], weight w [n], teacher p [n, V] or None, settings, chosen [n, K] or None)
-Distil = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, DSpineSettings, Tensor | None], Distilled]
+Distill = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, DSpineSettings, Tensor | None], Distilled]
 
 
 class _LossWithGradient(torch.autograd.Function):
@@ -87,7 +87,7 @@ class _LossWithGradient(torch.autograd.Function):
         return gradient * upstream.to(gradient.dtype), None, None
 
 
-def distil(
+def distill(
     hidden: Tensor,
     head: Tensor,
     label: Tensor,
@@ -127,7 +127,7 @@ def distil(
     return Distilled(_LossWithGradient.apply(hidden, loss, by_hidden), ce, l1, best == label, candidates)
 
 
-def distil_by_autograd(
+def distill_by_autograd(
     hidden: Tensor,
     head: Tensor,
     label: Tensor,
@@ -136,7 +136,7 @@ def distil_by_autograd(
     settings: DSpineSettings,
     chosen: Tensor | None = None,
 ) -> Distilled:
-    """``distil`` by differentiation: the formula of the loss alone."""
+    """``distill`` by differentiation: the formula of the loss alone."""
     logits = F.linear(hidden, head).to(wide(head.dtype))
     log_q = logits.log_softmax(dim=-1)
     ce = -log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1)

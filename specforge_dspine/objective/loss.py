@@ -32,9 +32,9 @@ from specforge_dspine.modeling.config import DSpineSettings
 from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
 from specforge_dspine.objective.distillation import (
     Candidates,
-    Distil,
+    Distill,
     choose_candidates,
-    distil,
+    distill,
     teacher_distribution,
     wide,
 )
@@ -60,10 +60,10 @@ class Loss(NamedTuple):
 
 
 # ΣwCE, W, W_c, W_m: of a micro-batch → of its optimizer window over all ranks, [4] each.
-Share = Callable[[Tensor], Tensor]
+WindowReduce = Callable[[Tensor], Tensor]
 
 
-def alone(own: Tensor) -> Tensor:
+def identity(own: Tensor) -> Tensor:
     """The share of a micro-batch that is its whole window: ``own`` [4] itself."""
     return own
 
@@ -106,7 +106,7 @@ def alignment_sums(draft: DSpineDraftModel, head: Tensor, features: Tensor, labe
         return (weight.to(terms.dtype).unsqueeze(-1) * terms).sum(dim=0)
     plain = draft.settings.model_copy(update={"ce_weight": 1.0, "refinement": False})
     states = features.unbind(dim=1)  # a layer at a time: its logits go before the next one's come
-    return torch.stack([distil(state, head, label, weight, None, plain).loss for state in states])
+    return torch.stack([distill(state, head, label, weight, None, plain).loss for state in states])
 
 
 # Sums over rows: scalars, but "align" [L].
@@ -123,7 +123,7 @@ def backbone_sums(
     settings: DSpineSettings,
     *,
     chunk: int,
-    distil: Distil,
+    distill: Distill,
     chosen: Tensor | None,
 ) -> tuple[dict[str, Tensor], Tensor, Candidates | None]:
     """Σ over n rows of what BACKBONE names ("backbone" alone backpropagates), which argmaxes are right [n], and the
@@ -142,7 +142,7 @@ def backbone_sums(
         strict=False,
     ):
         p = teacher_distribution(head, teacher, where) if settings.ce_weight < 1 else None
-        parts.append(distil(states, head, label, weight, p, settings, picked))
+        parts.append(distill(states, head, label, weight, p, settings, picked))
     ce, l1, correct = (torch.cat([getattr(part, name) for part in parts]) for name in ("ce", "l1", "correct"))
     candidates = None
     if settings.refinement:
@@ -205,18 +205,23 @@ def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator > 0, numerator / safe, torch.zeros_like(numerator))
 
 
-def own_share(sums: dict[str, Tensor]) -> Tensor:
+def micro_batch_sums(sums: dict[str, Tensor]) -> Tensor:
     """ΣwCE, W, W_c, W_m of a micro-batch, [4], detached: what the rest of its window needs to know of it."""
     return torch.stack([sums[name] for name in ("ce", "weight", "covered", "heavy")]).detach()
 
 
 def combine(
-    sums: dict[str, Tensor], settings: DSpineSettings, normalization: str, scope: str, beta: float, share: Share
+    sums: dict[str, Tensor],
+    settings: DSpineSettings,
+    normalization: str,
+    scope: str,
+    beta: float,
+    window_reduce: WindowReduce,
 ) -> Loss:
     """Numerator and denominator of L from a micro-batch's ``sums`` (BACKBONE and REST by name)."""
     alpha, total = settings.ce_weight, sums["weight"]
-    own = own_share(sums)
-    window = share(own)
+    own = micro_batch_sums(sums)
+    window = window_reduce(own)
     gate = ratio(window[0], window[1])
     _, weight, covered, heavy = window if scope == "window" else own
     if normalization == "shared":
@@ -278,11 +283,11 @@ def objective(
     normalization: str,
     scope: str,
     chunk_blocks: int,
-    share: Share = alone,
-    distil: Distil = distil,
+    window_reduce: WindowReduce = identity,
+    distill: Distill = distill,
     candidates: Tensor | None = None,
 ) -> Loss:
-    """L of a micro-batch as numerator and denominator; ``share`` as its window gives it.
+    """L of a micro-batch as numerator and denominator; ``window_reduce`` as its window gives it.
 
     ``head`` E [V, H], ``last_hidden`` [R, S, H]. At most ``chunk_blocks``·M rows' logits [.., V] exist at a time,
     whatever N is; 0 keeps all rows at once. ``candidates`` [n, K] replaces the backbone's own (conformance).
@@ -292,10 +297,10 @@ def objective(
     hidden, pre_injection, features, position = gathered(output, rows, last_hidden.shape[1])
     teacher = last_hidden.detach().flatten(0, 1)  # everything from the target is detached
     backbone, correct, chosen = backbone_sums(
-        head, teacher, hidden, rows, position, draft.settings, chunk=chunk, distil=distil, chosen=candidates
+        head, teacher, hidden, rows, position, draft.settings, chunk=chunk, distill=distill, chosen=candidates
     )
     rest, refined_correct = other_sums(draft, head, pre_injection, features, rows, chosen, chunk=chunk)
-    loss = combine(backbone | rest, draft.settings, normalization, scope, beta, share)
+    loss = combine(backbone | rest, draft.settings, normalization, scope, beta, window_reduce)
 
     def grid(values: Tensor) -> Tensor:
         """Rows by block and position, [R·N, M]."""

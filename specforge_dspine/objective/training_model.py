@@ -1,7 +1,7 @@
 """The module that SpecForge trains: the draft beside the target's frozen embedding and LM head.
 
 One micro-batch: blocks and captured states → draft forward → supervised rows → objective. Only
-``draft_model`` has trainable parameters, is optimised and is written to checkpoints.
+``draft_model`` has trainable parameters, is optimized and is written to checkpoints.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from specforge_dspine.modeling.blocks import Blocks, draft_blocks
 from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
-from specforge_dspine.objective.distillation import Distil, distil
-from specforge_dspine.objective.loss import Loss, Share, alone, look_ahead, objective
+from specforge_dspine.objective.distillation import Distill, distill
+from specforge_dspine.objective.loss import Loss, WindowReduce, identity, look_ahead, objective
 from specforge_dspine.objective.supervision import Rows, supervised_rows
 
 
@@ -43,7 +43,7 @@ class DSpineTrainingModel(nn.Module):
         self.objective_chunk_blocks = objective_chunk_blocks
         self.normalization = normalization
         self.normalization_scope = normalization_scope
-        self.distil: Distil = distil
+        self.distill: Distill = distill
 
     def draft_blocks(
         self, input_ids: Tensor, hidden_states: Tensor, blocks: Blocks, *, with_features: bool = False
@@ -76,20 +76,20 @@ class DSpineTrainingModel(nn.Module):
         target_last_hidden_states: Tensor,
         blocks: Blocks,
         beta: float,
-        share: Share | None = alone,
+        window_reduce: WindowReduce | None = identity,
         candidates: Tensor | None = None,
     ) -> Loss | Tensor:
-        """W·L and W of one micro-batch, with the parts worth watching; with ``share`` None only what its window
-        needs to know of it: ΣwCE, W, W_c, W_m [4], without gradient.
+        """W·L and W of one micro-batch, with the parts to log. ``window_reduce`` None: only its window sums,
+        ΣwCE, W, W_c, W_m [4], without gradient.
 
         ``input_ids``, ``loss_mask`` [R, S]; ``hidden_states`` [R, S, T·H] tapped layers;
         ``target_last_hidden_states`` [R, S, H] final post-norm states; ``beta`` of the alignment's gate;
-        ``share`` gives the window's sums for this micro-batch's own; ``candidates`` [n, K] replaces the backbone's
+        ``window_reduce`` maps the micro-batch's sums to the window's; ``candidates`` [n, K] replaces the backbone's
         top K of every supervised row (conformance only).
         """
         draft, head = self.draft_model, self.lm_head.weight
         rows = self.rows(input_ids, loss_mask, blocks)
-        if share is None:
+        if window_reduce is None:
             with torch.no_grad():
                 output = self.draft_blocks(input_ids, hidden_states, blocks)
             weights = self.normalization_scope == "window"
@@ -108,7 +108,7 @@ class DSpineTrainingModel(nn.Module):
             normalization=self.normalization,
             scope=self.normalization_scope,
             chunk_blocks=self.objective_chunk_blocks,
-            share=share,
-            distil=self.distil,
+            window_reduce=window_reduce,
+            distill=self.distill,
             candidates=candidates,
         )

@@ -41,7 +41,7 @@ HEAD_CHUNK_ROWS = 16384
 POLL_S = 0.01
 
 
-class StreamProofError(RuntimeError):
+class CaptureVerificationError(RuntimeError):
     """The server's capture cannot be trusted; the message says what differs and what to do."""
 
 
@@ -59,7 +59,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server that passed :meth:`SGLangClient.prove`."""
+    """A server that passed :meth:`SGLangClient.verify_server`."""
 
     url: str
     version: str
@@ -128,7 +128,7 @@ class SGLangClient:
         answers = self._generate({"input_ids": list(prompts), "sampling_params": sampling})
         return [Completion(answer["output_ids"], self._finish(answer)) for answer in answers]
 
-    def prove(self, target: TargetIdentity, lm_head: torch.Tensor, probe_ids: list[int]) -> ServerFacts:
+    def verify_server(self, target: TargetIdentity, lm_head: torch.Tensor, probe_ids: list[int]) -> ServerFacts:
         """Proves, before the first step, that this server's records are what training takes them for.
 
         Captured are ``probe_ids`` and some of its prefixes, under fresh names: the plugin must answer with
@@ -138,7 +138,7 @@ class SGLangClient:
         pass every other check).
 
         Raises:
-            StreamProofError: what differs, and what to do about it.
+            CaptureVerificationError: what differs, and what to do about it.
             ValueError: ``lm_head`` or ``probe_ids`` do not fit ``target``.
         """
         if lm_head.shape != (target.vocab_size, target.hidden_size):
@@ -153,12 +153,12 @@ class SGLangClient:
         chosen: list[tuple[torch.Tensor, int]] = []
         for probe, captured in zip(probes, self._capture(probes, target, PROBE_WAIT_S), strict=True):
             if isinstance(captured, RecordError):
-                raise StreamProofError(f"{self.url}: the probe was not captured: {captured.reason}")
+                raise CaptureVerificationError(f"{self.url}: the probe was not captured: {captured.reason}")
             try:
                 tensors = read_record(captured.path)
                 check_record(tensors, probe, target)
             except RecordError as error:
-                raise StreamProofError(f"{self.url}: a wrong probe record: {error.reason}") from error
+                raise CaptureVerificationError(f"{self.url}: a wrong probe record: {error.reason}") from error
             finally:
                 captured.path.unlink(missing_ok=True)
             chosen.append((tensors["target_last_hidden_states"][0, -1], captured.token))
@@ -173,7 +173,7 @@ class SGLangClient:
         whoever gets it deletes it after use. A bad record is deleted here.
 
         Raises:
-            StreamProofError: the server behind the URL has no plugin any more, or serves another target.
+            CaptureVerificationError: the server behind the URL has no plugin any more, or serves another target.
         """
         results: list[Path | RecordError] = []
         for sample, captured in zip(samples, self._capture(samples, target, self._timeout_s), strict=True):
@@ -249,7 +249,7 @@ class SGLangClient:
         """Waits for the record that ``answer`` promises."""
         entries = answer["meta_info"].get(CAPTURE_KEY)
         if not entries:
-            raise StreamProofError(
+            raise CaptureVerificationError(
                 f"{self.url}: the plugin did not answer. Is specforge-dspine {VERSION} installed in the "
                 f"server's environment and {CAPTURE_DIR_ENV} set? The server's log says which plugins were "
                 "loaded. On GPUs the server also needs --disable-prefill-cuda-graph."
@@ -278,7 +278,7 @@ class SGLangClient:
         ours = {"protocol": PROTOCOL, "version": VERSION}
         for key, value in ours.items():
             if facts.get(key, value) != value:
-                raise StreamProofError(
+                raise CaptureVerificationError(
                     f"{self.url}: the plugin's {key} is {facts[key]!r}, ours is {value!r}; install "
                     f"specforge-dspine {VERSION} in the server's environment and restart it"
                 )
@@ -291,7 +291,7 @@ class SGLangClient:
             if field.name == "model_path" and _same_path(expected, found):
                 continue
             if expected != found:
-                raise StreamProofError(
+                raise CaptureVerificationError(
                     f"{self.url}: the server's {field.name} is {found!r}, this run needs {expected!r}; "
                     "restart the server for this target and these layers, or correct the recipe"
                 )
@@ -300,7 +300,7 @@ class SGLangClient:
         if self.capture_dir is None:
             self.capture_dir = Path(facts["capture_dir"])
         if not self.capture_dir.is_dir():
-            raise StreamProofError(
+            raise CaptureVerificationError(
                 f"{self.url}: its capture directory {self.capture_dir} does not exist on this machine; records "
                 "travel through files, so both sides must share it (say where it is mounted here)"
             )
@@ -320,14 +320,14 @@ class SGLangClient:
         for row, (_, token) in enumerate(chosen):
             short = float(top[row, 0] - logits[row, token])
             if short > float(tolerance[row]):
-                raise StreamProofError(
+                raise CaptureVerificationError(
                     f"{self.url}: the server chose token {token} after a probe, but LM head × captured final "
                     f"state prefers {int(logits[row].argmax())} by {short:.3g}: the head is not this target's, "
                     "or the states are not those after its final norm. Check the target's path and revision"
                 )
             clear += float(top[row, 0] - top[row, 1]) > float(tolerance[row])
         if not clear:
-            raise StreamProofError(
+            raise CaptureVerificationError(
                 f"{self.url}: after all {len(chosen)} probes the two best tokens tie within rounding, which "
                 "proves nothing; use another probe prompt"
             )

@@ -16,7 +16,7 @@ from specforge_dspine.utils.fingerprint import model_fingerprint
 MANIFEST = "manifest.json"
 
 
-class CaptureStopped(RuntimeError):
+class CaptureError(RuntimeError):
     """The capture cannot go on; the message says why and what to do."""
 
 
@@ -66,7 +66,7 @@ class FeatureFolder:
     """The output folder: its manifest, what it holds already, and what was dropped.
 
     Raises:
-        CaptureStopped: the folder belongs to other inputs (what differs is named), or is no feature folder.
+        CaptureError: the folder belongs to other inputs (what differs is named), or is no feature folder.
     """
 
     def __init__(self, path: Path, inputs: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class FeatureFolder:
         if manifest.exists():
             self._compare(json.loads(manifest.read_text())["inputs"])
         elif any(path.iterdir()):
-            raise CaptureStopped(f"{path} is not empty and has no {MANIFEST}: choose a new --out folder")
+            raise CaptureError(f"{path} is not empty and has no {MANIFEST}: choose a new --out folder")
 
     def _compare(self, found: dict[str, Any]) -> None:
         differing = [
@@ -87,7 +87,7 @@ class FeatureFolder:
             if found.get(key) != self._inputs.get(key)
         ]
         if differing:
-            raise CaptureStopped(
+            raise CaptureError(
                 f"{self.path} was captured from other inputs ({'; '.join(differing)}); choose a new --out "
                 "folder, or delete this one"
             )

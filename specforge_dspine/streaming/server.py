@@ -63,7 +63,7 @@ LAUNCHER_VARIABLES = re.compile(
 )
 
 
-class ServerFailed(RuntimeError):
+class ManagedServerError(RuntimeError):
     """The server did not come up or is gone; the message holds the end of its log."""
 
 
@@ -87,7 +87,7 @@ class ManagedServer:
     Raises:
         ValueError: an extra flag that is set from the arguments above.
         RuntimeError: an SGLang outside of the supported window.
-        ServerFailed: from :meth:`start`, when the server ends or the time is over.
+        ManagedServerError: from :meth:`start`, when the server ends or the time is over.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class ManagedServer:
             while time.monotonic() < deadline:
                 bar.refresh()
                 if not self.alive():
-                    raise ServerFailed(self._failure("ended while starting"))
+                    raise ManagedServerError(self._failure("ended while starting"))
                 try:
                     if session.get(f"{self.url}/health", timeout=30).ok:
                         return
                 except requests.RequestException:
                     pass  # not listening yet
                 time.sleep(0.5)
-        raise ServerFailed(self._failure(f"was not healthy after {self._timeout_s:.0f} s"))
+        raise ManagedServerError(self._failure(f"was not healthy after {self._timeout_s:.0f} s"))
 
     def _failure(self, what: str) -> str:
         with self.log_path.open(errors="replace") as log:
@@ -196,9 +196,9 @@ class ManagedServer:
         return self._guard is not None and self._guard.poll() is None
 
     def check(self) -> None:
-        """Raises :class:`ServerFailed`, with the end of the log, if the server is gone."""
+        """Raises :class:`ManagedServerError`, with the end of the log, if the server is gone."""
         if not self.alive():
-            raise ServerFailed(self._failure("is gone"))
+            raise ManagedServerError(self._failure("is gone"))
 
     def stop(self) -> None:
         """Ends the server and all of its processes; safe to call again."""

@@ -5,7 +5,7 @@
     python -m specforge_dspine.studies timing --draft DIR --target DIR --heldout FEATURES --out DIR
         [--history K] [--anchors N] [--limit N] [--seed N] [--overwrite]
 
-``--draft``: an export of either flavour, or another's DFlash. FEATURES: folders of specforge_dspine.capture, the
+``--draft``: an export of either flavor, or another's DFlash. FEATURES: folders of specforge_dspine.capture, the
 target's greedy answers with its states over them.
 
 ``readout`` fits a low-rank readout to every layer on the training samples and says how often its first choice is
@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from specforge_dspine.decoding.drafter import anticipate
+from specforge_dspine.decoding.drafter import draft_all_anchors
 from specforge_dspine.evaluation.benchmarks import Prompt
 from specforge_dspine.streaming.record import RecordError
 from specforge_dspine.studies.branches import encode
@@ -45,9 +45,9 @@ from specforge_dspine.studies.report import (
     timing_picture,
 )
 from specforge_dspine.studies.statistics import intervention_figures, readout_figures
-from specforge_dspine.utils.files import read_jsonl, replacing, to_line, write_json
+from specforge_dspine.utils.files import atomic_write, read_jsonl, to_line, write_json
 from specforge_dspine.utils.ledger import Ledger
-from specforge_dspine.utils.signals import Interrupted, unwinding_signals
+from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
 
 SELECTING = 4  # every so-many-th held-out prompt selects readouts; the others measure them
 STATE = (
@@ -192,7 +192,7 @@ def interventions(options: argparse.Namespace) -> str:
 
 def write_page(path: Path, text: str) -> None:
     """Write Markdown at once."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 
@@ -208,7 +208,7 @@ def intervene(pair: Pair, model: Any, prompt: Prompt, k: int, options: argparse.
     found: dict[str, Any] = {"prompt": prompt.name, "blocks": len(anchors)}
     if len(anchors):
         anchors = anchors.to(device)
-        proposed = anticipate(pair.drafter, ids, taps, anchors).tokens
+        proposed = draft_all_anchors(pair.drafter, ids, taps, anchors).tokens
         branches = encode(model, pair.target.layers, ids, anchors, proposed)
         off = (branches.taps[: len(ids)].float() - taps.float()).norm() / taps.float().norm()
         found |= {
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status (see the module's text)."""
     options = parser().parse_args(argv)
     try:
-        with unwinding_signals():
+        with signals_as_exceptions():
             text = options.run(options)
     except (ValueError, OSError, RecordError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.evaluation.benchmarks import EvaluationSet, Prompt, open_set
 from specforge_dspine.evaluation.bootstrap import INTERVAL
 from specforge_dspine.evaluation.loading import check_pair, draft_facts, dtype_of, open_draft, version_facts
-from specforge_dspine.evaluation.runner import Verifying
+from specforge_dspine.evaluation.runner import TargetVerifier
 from specforge_dspine.streaming.feature_folder import check_features
 from specforge_dspine.streaming.record import TargetIdentity, read_record
 from specforge_dspine.utils.fingerprint import model_fingerprint
@@ -44,7 +44,7 @@ def open_pair(options: argparse.Namespace) -> Pair:
     draft = open_draft(options.draft, AutoTokenizer.from_pretrained(options.target))
     target = TargetIdentity.from_config(str(options.target), draft.target_layer_ids, dtype_of(draft))
     check_pair(draft, target)
-    tables = Verifying(target, torch.device(options.device), None)
+    tables = TargetVerifier(target, torch.device(options.device), None)
     drafter = BlockDrafter(draft.to(tables.device), tables.head, tables.embedding)
     facts = {
         "draft": {"path": str(options.draft)} | draft_facts(options.draft, draft),

@@ -11,7 +11,7 @@ anchor at a, as it would decode them. Layers count from 1.
     carried       predicted token, right history; but in layers on a schedule the block attends to the key and value
                   of the right token in its place, made by a block that begins with it.
     codes         no new block: in the one at a, the injection of layers on a schedule reads a token's code, the right
-                  predecessor's or the predicted one's, and not the feature of the neighbour.
+                  predecessor's or the predicted one's, and not the feature of the neighbor.
 """
 
 from __future__ import annotations

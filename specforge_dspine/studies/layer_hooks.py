@@ -37,14 +37,14 @@ def recorded_states(draft: DSpineDraftModel) -> Iterator[list[Tensor]]:
 def masks_by_layer(draft: DSpineDraftModel, masks: Mapping[int, Tensor]) -> Iterator[None]:
     """Layer ℓ attends by ``masks[ℓ]`` [R, 1, N·B, keys] (bool) instead of by the forward's own mask."""
 
-    def replacing(mask: Tensor) -> Any:
+    def atomic_write(mask: Tensor) -> Any:
         def replace(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             return args, kwargs | {"attention_mask": mask}
 
         return replace
 
     handles = [
-        draft.layers[layer].register_forward_pre_hook(replacing(mask), with_kwargs=True)
+        draft.layers[layer].register_forward_pre_hook(atomic_write(mask), with_kwargs=True)
         for layer, mask in masks.items()
     ]
     with hooked(handles):
@@ -54,7 +54,7 @@ def masks_by_layer(draft: DSpineDraftModel, masks: Mapping[int, Tensor]) -> Iter
 @contextlib.contextmanager
 def codes_by_layer(draft: DSpineDraftModel, predecessors: Mapping[int, Tensor]) -> Iterator[None]:
     """The injection after layer ℓ reads the codes of the tokens ``predecessors[ℓ]`` [R, N, M] in all slots 1..M; in
-    other layers slot 1 reads the anchor's and every later slot the feature of its neighbour, as ever."""
+    other layers slot 1 reads the anchor's and every later slot the feature of its neighbor, as ever."""
 
     def replace(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         layer, states, codes, known = args

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specforge_dspine.studies.interventions import ALL, NONE, PREDICTED
-from specforge_dspine.utils.files import replacing
+from specforge_dspine.utils.files import atomic_write
 
 PAPER: dict[str, dict[str, Any]] = {
     "readout": {
@@ -104,13 +104,13 @@ def readout_picture(path: Path, result: Mapping[str, Any]) -> None:
     with axes_of(path, 1, 1, (7, 5)) as (axis,):
         for index, (group, entry) in enumerate(result["groups"].items()):
             layers = [name for name in entry if name.isdigit()]
-            colour = f"C{index}"
+            color = f"C{index}"
             bars(
-                axis, [float(name) for name in layers], [entry[name] for name in layers], colour, f"positions {group}"
+                axis, [float(name) for name in layers], [entry[name] for name in layers], color, f"positions {group}"
             )
             for name, style in (("backbone", ":"), ("refined", "--")):
                 if name in entry and entry[name]["value"] is not None:
-                    axis.axhline(entry[name]["value"], color=colour, linestyle=style, linewidth=1)
+                    axis.axhline(entry[name]["value"], color=color, linestyle=style, linewidth=1)
         own = [name for name in ("backbone", "refined") if name in entry]
         axis.set_xticks([float(name) for name in layers])
         axis.set(xlabel="draft layer", ylabel="readout's first choice right", ylim=(0, None))
@@ -119,12 +119,12 @@ def readout_picture(path: Path, result: Mapping[str, Any]) -> None:
         axis.legend()
 
 
-def bars(axis: Any, places: list[float], figures: list[Figure], colour: str, label: str | None) -> None:
+def bars(axis: Any, places: list[float], figures: list[Figure], color: str, label: str | None) -> None:
     """Points with their intervals, joined; what was not counted is left out."""
     pairs = [(x, each) for x, each in zip(places, figures, strict=True) if each["value"] is not None]
     values = [each["value"] for _, each in pairs]
     errors = [[abs(each["value"] - each["interval_95"][side]) for _, each in pairs] for side in (0, 1)]
-    axis.errorbar([x for x, _ in pairs], values, errors, color=colour, fmt="o-", capsize=3, label=label)
+    axis.errorbar([x for x, _ in pairs], values, errors, color=color, fmt="o-", capsize=3, label=label)
 
 
 def timing_markdown(result: Mapping[str, Any]) -> str:
@@ -191,13 +191,13 @@ def timing_picture(path: Path, result: Mapping[str, Any]) -> None:
     with axes_of(path, 1, len(outputs), (7 * len(outputs), 4.5)) as axes:
         for axis, (output, schedules) in zip(axes, outputs.items(), strict=True):
             names = [name for name in schedules if name != NONE]
-            for shift, colour, label, find in (
+            for shift, color, label, find in (
                 (-0.1, "C0", "all blocks", lambda each: each["relative"]),
                 (0.1, "C1", "predicted history wrong", lambda each: each["where_history_wrong"]["relative"]),
             ):
                 for index, schedule in enumerate(names):
-                    bars(axis, [index + shift], [find(schedules[schedule])], colour, label if index == 0 else None)
-            axis.axhline(0, color="grey", linewidth=0.8)
+                    bars(axis, [index + shift], [find(schedules[schedule])], color, label if index == 0 else None)
+            axis.axhline(0, color="gray", linewidth=0.8)
             axis.set_xticks(range(len(names)), [schedule_text(name, layers) for name in names], rotation=20)
             axis.set(title=f"{output}: right history in", ylabel="K over the all-predicted schedule − 1")
             axis.legend()
@@ -233,7 +233,7 @@ def axes_of(path: Path, rows: int, columns: int, size: tuple[float, float]) -> I
         yield list(axes.flat)
         for axis in axes.flat:
             axis.grid(alpha=0.3)
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             figure.savefig(file, format="png", dpi=110)
     finally:
         pyplot.close(figure)

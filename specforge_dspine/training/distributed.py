@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-class RunFailed(RuntimeError):
+class RunError(RuntimeError):
     """A run that cannot go on, for a reason that the message gives; no fault of the code."""
 
 
@@ -30,7 +30,7 @@ def on_every_rank(rank: int, action: Callable[[], Any]) -> Any:
     """Run ``action`` on rank 0 and give its result to all; its failure is raised on all ranks.
 
     Raises:
-        RunFailed: on ranks other than 0, when rank 0 failed.
+        RunError: on ranks other than 0, when rank 0 failed.
     """
     outcome: list[Any] = [None, None]
     failure: BaseException | None = None
@@ -44,5 +44,5 @@ def on_every_rank(rank: int, action: Callable[[], Any]) -> Any:
     if failure is not None:
         raise failure
     if outcome[1] is not None:
-        raise RunFailed(f"rank 0 failed: {outcome[1]}")
+        raise RunError(f"rank 0 failed: {outcome[1]}")
     return outcome[0]

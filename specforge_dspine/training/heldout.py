@@ -34,19 +34,19 @@ NOT_HELD_OUT = ("replacement_probability", "replaced_share")
 class HeldoutSamples(Sequence[TrainBatch]):
     """The feature files of ``heldout.hidden_states_path``, one batch of one sample each, read when asked for.
 
-    ``provider`` is the algorithm's offline data provider: held-out files are normalised as training files are.
+    ``provider`` is the algorithm's offline data provider: held-out files are normalized as training files are.
     """
 
     def __init__(self, files: Sequence[str], provider: OfflineDataProvider, max_length: int) -> None:
         self.files = files
-        self.normalise, self.collate = provider.build_normalizer(max_length), provider.build_collator()
+        self.normalize, self.collate = provider.build_normalizer(max_length), provider.build_collator()
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: Any) -> Any:
         path = Path(self.files[index])
-        record = self.normalise(torch.load(path, map_location="cpu", weights_only=True))
+        record = self.normalize(torch.load(path, map_location="cpu", weights_only=True))
         name = f"heldout-{feature_name(str(path))}"
         return TrainBatch(sample_ids=[name], strategy=ALGORITHM, tensors=self.collate([record]))
 

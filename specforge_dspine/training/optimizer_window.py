@@ -22,7 +22,7 @@ from specforge.training.controller import StepResult, TrainerCore
 from specforge.training.strategies.base import StepContext
 from torch import Tensor
 
-from specforge_dspine.objective.loss import Share, alone
+from specforge_dspine.objective.loss import WindowReduce, identity
 from specforge_dspine.training.strategy import DSpineTrainStrategy
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class WindowContext(StepContext):
     """SpecForge's schedule state, and how a micro-batch's own sums become its window's."""
 
-    share: Share = alone
+    window_reduce: WindowReduce = identity
 
 
 class WindowCore(TrainerCore):
@@ -61,9 +61,9 @@ class WindowCore(TrainerCore):
             return StepResult(optimizer_stepped=False, loss=math.nan, grad_norm=None)
         window, self.held = self.held, []
         context = ctx or StepContext()
-        share = self.share_of(window, context)
+        window_reduce = self.window_reduce_of(window, context)
         for each in window:
-            result = super().train_step(each, WindowContext(context.global_step, context.total_steps, share))
+            result = super().train_step(each, WindowContext(context.global_step, context.total_steps, window_reduce))
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm or 0.0)):
             raise FloatingPointError(
                 f"loss is {result.loss} and the gradient's norm {result.grad_norm} at step "
@@ -71,7 +71,7 @@ class WindowCore(TrainerCore):
             )
         return result
 
-    def share_of(self, window: list[TrainBatch], ctx: StepContext) -> Share:
+    def window_reduce_of(self, window: list[TrainBatch], ctx: StepContext) -> WindowReduce:
         """The window's sums for a micro-batch's own, by a look ahead unless the micro-batch is the whole window.
 
         Collective over the ranks, here or in the loss.
@@ -79,7 +79,7 @@ class WindowCore(TrainerCore):
         strategy = self.strategy
         assert isinstance(strategy, DSpineTrainStrategy)
         if not strategy.inner.reads_window:
-            return alone
+            return identity
         if len(window) == 1:
             return self.over_ranks
         own = torch.stack([strategy.look_ahead(batch, ctx) for batch in window]).sum(dim=0)

@@ -161,7 +161,7 @@ def install_transfer_space(draft: DSpineDraftModel, head: torch.Tensor, cache_di
     """Give a fresh draft the table of ``head`` E [V, H]; rank 0 computes it, the others read the cached file (§3).
 
     Raises:
-        ValueError: as ``build_transfer_space``; RunFailed on the other ranks.
+        ValueError: as ``build_transfer_space``; RunError on the other ranks.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     fetch = partial(cached_transfer_space, head, draft.settings.transfer_rank, cache_dir)
@@ -175,7 +175,7 @@ def capture_layers(options: DSpineOptions, *_: Any) -> list[int]:
 
 
 def build_streaming_collator() -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-    """Streamed records are offline feature files: normalise them as those are, then pad the batch."""
+    """Streamed records are offline feature files: normalize them as those are, then pad the batch."""
     collate = build_dspark_collator()
 
     def normalise_and_collate(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specforge_dspine.modeling.blocks import Blocks
 from specforge_dspine.objective.curriculum import alignment_beta, draw_blocks, replacement_probability
-from specforge_dspine.objective.loss import alone, reported
+from specforge_dspine.objective.loss import identity, reported
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.recipe import ALGORITHM
 from specforge_dspine.utils.errors import RecipeError
@@ -76,7 +76,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
             ValueError: a feature is missing, or the schedule's horizon is unknown.
         """
         inputs, draws = self.inputs(batch, ctx)
-        loss = self.model(**inputs, share=getattr(ctx, "share", alone))
+        loss = self.model(**inputs, window_reduce=getattr(ctx, "window_reduce", identity))
         kept, one = draws.blocks.keep.sum(), torch.tensor(1.0)
         settings = self.inner.draft_model.settings
         parts = {
@@ -98,7 +98,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         """
         inputs, _ = self.inputs(batch, ctx)
         with torch.no_grad():
-            total: Tensor = self.model(**inputs, share=None)
+            total: Tensor = self.model(**inputs, window_reduce=None)
         return total
 
     def inputs(self, batch: TrainBatch, ctx: StepContext | None) -> tuple[dict[str, Any], Draws]:

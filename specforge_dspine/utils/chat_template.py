@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specforge_dspine.utils.files import file_sha256
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ def prompt_ids(
 
     Raises:
         ValueError: ``history`` does not end with a user turn.
-        OddEntry: the template refuses ``history``.
+        InvalidRow: the template refuses ``history``.
     """
     if not history or history[-1]["role"] != "user":
         raise ValueError(f"a prompt must end with a user turn, not with {history[-1:]}")
@@ -73,14 +73,14 @@ def refusals() -> Iterator[None]:
     """Around a rendering: templates raise for roles, orders or a system message that they do not know.
 
     Raises:
-        OddEntry: with the template's words.
+        InvalidRow: with the template's words.
     """
     from jinja2 import TemplateError
 
     try:
         yield
     except (TemplateError, TypeError) as error:
-        raise OddEntry("the template refuses these turns", str(error)) from error
+        raise InvalidRow("the template refuses these turns", str(error)) from error
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int]) -> str:

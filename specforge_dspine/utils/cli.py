@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from specforge_dspine.utils.signals import Interrupted, unwinding_signals
+from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
 
 
 def positive(text: str) -> int:
@@ -23,7 +23,7 @@ def run(
     """Parses, works, and prints the sentence that comes back; errors that a user can mend end it with a message."""
     options = made.parse_args(arguments)
     try:
-        with unwinding_signals():
+        with signals_as_exceptions():
             print(work(options))
     except Interrupted as signal:
         print(f"stopped by {signal}; the same command continues", file=sys.stderr)

@@ -16,7 +16,7 @@ from specforge_dspine.utils.errors import CheckpointError
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of ``path`` at the end: a reader sees the old one or the new one.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class OddEntry(ValueError):
+class InvalidRow(ValueError):
     """An entry that cannot be used.
 
     Attributes:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from specforge_dspine.utils.files import file_sha256, replacing, to_line
+from specforge_dspine.utils.files import atomic_write, file_sha256, to_line
 
 SHOWN_CHANGES = 3
 """Inputs that a message names; the others are counted."""
@@ -55,15 +55,15 @@ class LedgerError(ValueError):
     """The output belongs to another job, or cannot be written; the message says what to do."""
 
 
-class OtherInputs(LedgerError):
+class InputsChangedError(LedgerError):
     """What is there was made from other inputs."""
 
 
-class Damaged(LedgerError):
+class DamagedLedgerError(LedgerError):
     """What is there cannot be read, now or later."""
 
 
-class AnotherProcess(LedgerError):
+class OutputBusyError(LedgerError):
     """Somebody works on this output now."""
 
 
@@ -176,7 +176,7 @@ class Ledger:
         """
         try:
             self._begin()
-        except (OtherInputs, Damaged):
+        except (InputsChangedError, DamagedLedgerError):
             if not self.overwrite:
                 raise
             for path in (self._partial_path, self._journal_path):
@@ -282,9 +282,9 @@ class Ledger:
         try:
             # All are written before the first takes its place. They do so in reverse order: the summary is the last.
             with ExitStack() as stack:
-                about = stack.enter_context(replacing(self.summary_path))
+                about = stack.enter_context(atomic_write(self.summary_path))
                 for path, query in written.items():
-                    file = stack.enter_context(replacing(path))
+                    file = stack.enter_context(atomic_write(path))
                     with closing(self.db.execute(query)) as rows:  # left open, it would hold the lock
                         lines = (line for (line,) in rows)
                         bar = tqdm(lines, desc=f"writing {path.name}", unit=" rows", leave=False, disable=None)
@@ -321,7 +321,9 @@ class Ledger:
             if was.get(name) != self._inputs.get(name)
         ]
         if changed:
-            raise OtherInputs(f"{self.output} is from other inputs: {'; '.join(changed)}. To go on, {self._advice}")
+            raise InputsChangedError(
+                f"{self.output} is from other inputs: {'; '.join(changed)}. To go on, {self._advice}"
+            )
 
     def _open(self) -> sqlite3.Connection:
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -335,11 +337,11 @@ class Ledger:
             if db is not None:
                 db.close()
             if "locked" in str(error):
-                raise AnotherProcess(
+                raise OutputBusyError(
                     f"another process is writing {self.output}; wait for it or name another file"
                 ) from None
             if "not a database" in str(error):
-                raise Damaged(f"{self._partial_path}: {error}; {self._advice}") from error
+                raise DamagedLedgerError(f"{self._partial_path}: {error}; {self._advice}") from error
             raise LedgerError(
                 f"{self._partial_path}: {error} (no permission, no room, or damaged?). Mend that, and the same "
                 "command continues"

@@ -17,10 +17,10 @@ class Interrupted(BaseException):
 
 
 @contextlib.contextmanager
-def unwinding_signals() -> Iterator[None]:
+def signals_as_exceptions() -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into ``Interrupted``; later ones are ignored while cleaning up.
 
-    Libraries on the way may catch it and raise an error of their own (SpecForge's acknowledgement does): it is the
+    Libraries on the way may catch it and raise an error of their own (SpecForge's acknowledgment does): it is the
     interruption that leaves the context all the same.
     """
     received: list[Interrupted] = []

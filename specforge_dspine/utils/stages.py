@@ -19,7 +19,7 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
 
-class StageFailed(RuntimeError):
+class StageError(RuntimeError):
     """A command ended with an error, which it has printed itself, or its log holds."""
 
 
@@ -58,7 +58,7 @@ class Stages:
         end of the file ``log``, None: where ours goes.
 
         Raises:
-            StageFailed: it ended with an error, or all were ended.
+            StageError: it ended with an error, or all were ended.
         """
         words = [module, *map(str, arguments)]
         to = f" >> {shlex.quote(str(log))} 2>&1" if log else ""
@@ -68,7 +68,7 @@ class Stages:
         environment = {"OMP_WAIT_POLICY": "PASSIVE"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
         with open(log, "ab") if log else contextlib.nullcontext() as stream, self._starting:
             if self.ended:
-                raise StageFailed(f"python -m {module} was not started")
+                raise StageError(f"python -m {module} was not started")
             process = subprocess.Popen(
                 [sys.executable, "-m", *words],
                 env=os.environ | environment,
@@ -81,7 +81,7 @@ class Stages:
         self.running.discard(process)
         if code:
             said = f"; {log} ends with: {last_line(log)}" if log else ""
-            raise StageFailed(f"python -m {module} ended with status {code}{said}")
+            raise StageError(f"python -m {module} ended with status {code}{said}")
         self.seconds[name or module] = round(time.monotonic() - started, 1)
 
 

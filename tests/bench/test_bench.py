@@ -127,7 +127,7 @@ def largest_tensor(model: DSpineTrainingModel, inputs: dict[str, Any], chunk_blo
     model.zero_grad(set_to_none=True)
     with Allocations() as allocations:
         if ahead:
-            model(**inputs, share=None)
+            model(**inputs, window_reduce=None)
         else:
             model(**inputs).numerator.backward()
     return allocations.largest.elements

@@ -257,7 +257,7 @@ BUGS = {
         unscaled_codes,
         {"outputs/hidden", "decode/scores", "rows/rce", "loss_shared", "grads_shared/fc.weight"},
     ),
-    "normalised by one too much": (
+    "normalized by one too much": (
         objective,
         "ratio",
         everywhere_normalised,

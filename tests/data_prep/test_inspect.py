@@ -1,4 +1,4 @@
-"""Inspecting samples: masks in colour, histograms, anchors, and a warning for everything odd."""
+"""Inspecting samples: masks in color, histograms, anchors, and a warning for everything odd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data_prep import inspect
 from data_prep.samples.statistics import Findings, Known, Sample, histogram, read_sample
 from specforge_dspine.utils.chat_template import SHORT
 from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 from tests.support.small import ENTRIES, save_tokenizer
 from tests.support.targets import EOS, VOCAB, build_llama
 
@@ -85,7 +85,7 @@ def test_histograms_count_every_value() -> None:
     ],
 )
 def test_what_is_no_sample_is_named(entry: Any, reason: str) -> None:
-    with pytest.raises(OddEntry) as caught:
+    with pytest.raises(InvalidRow) as caught:
         read_sample("f", entry)
     assert caught.value.reason == reason
 

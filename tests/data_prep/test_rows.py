@@ -9,7 +9,7 @@ import pytest
 
 from data_prep.pipeline.rows import Bad, content_key, guarded, row_name, work_through
 from data_prep.readers.chunks import Entries
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 
 def test_an_unforeseen_exception_becomes_a_named_row() -> None:
@@ -32,8 +32,8 @@ def test_what_is_not_the_rows_passes(error: type[BaseException]) -> None:
 
 
 def test_odd_entries_keep_their_reason() -> None:
-    with pytest.raises(OddEntry) as caught, guarded():
-        raise OddEntry("known", "why")
+    with pytest.raises(InvalidRow) as caught, guarded():
+        raise InvalidRow("known", "why")
     assert (caught.value.reason, caught.value.detail) == ("known", "why")
 
 

@@ -21,7 +21,7 @@ from data_prep.samples.rendering import render_answer
 from specforge_dspine.utils.chat_template import SHORT, prompt_ids
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 from tests.support import ROOT
 from tests.support.chat_targets import SMOLLM2, build_chat_target, smollm2_tokenizer
 from tests.support.qwen3_tokenizer import qwen3_chat_tokenizer
@@ -97,7 +97,7 @@ def test_thinking_on_teaches_the_reasoning_with_its_markers(qwen: Path) -> None:
     assert tokenizer.decode(prompt(second)).endswith(f"assistant\n{EMPTY_REASONING}")
     assert "Two and two" not in tokenizer.decode(second["input_ids"])
     (odd, _) = made(qwen, CHAT, thinking=False)
-    assert isinstance(odd, OddEntry) and odd.reason == "reasoning in an answer without thinking"
+    assert isinstance(odd, InvalidRow) and odd.reason == "reasoning in an answer without thinking"
 
 
 def test_smollm2_is_taught_up_to_the_end_token(smollm2: Path) -> None:
@@ -108,7 +108,7 @@ def test_smollm2_is_taught_up_to_the_end_token(smollm2: Path) -> None:
     assert "named SmolLM" in tokenizer.decode(prompt(first))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id, "and so never masked by the pad id"
     (odd, _) = made(smollm2, CHAT, mask=3)
-    assert isinstance(odd, OddEntry) and odd.reason == "the template drops the reasoning"
+    assert isinstance(odd, InvalidRow) and odd.reason == "the template drops the reasoning"
 
 
 def test_a_cut_answer_is_not_taught_to_end(qwen: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_cut_answer_is_not_taught_to_end(qwen: Path) -> None:
 def test_templates_that_hide_the_answer_are_refused(template: str, reason: str) -> None:
     tokenizer = smollm2_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(OddEntry, match=reason):
+    with pytest.raises(InvalidRow, match=reason):
         render_answer(tokenizer, CHAT[:1] + CHAT[3:], ["<|im_end|>"], enable_thinking=None, was_cut=False)
 
 
@@ -172,7 +172,7 @@ def test_records_are_taken_as_they_are(smollm2: Path) -> None:
     ],
 )
 def test_records_that_cannot_be_used_say_why(smollm2: Path, changed: dict[str, Any], reason: str) -> None:
-    with pytest.raises(OddEntry) as caught:
+    with pytest.raises(InvalidRow) as caught:
         list(maker(smollm2, mask=3, rows=288).samples("test", record(smollm2, **changed)))
     assert caught.value.reason == reason
 
@@ -202,7 +202,7 @@ def test_answers_beside_a_question_are_taken(smollm2: Path, entry: dict[str, Any
     (sample,) = maker(smollm2, mask=3).samples("test", entry)
     assert taught(sample, loaded(smollm2)) == "It is 4.<|im_end|>"
     assert ("Add." in loaded(smollm2).decode(prompt(sample))) == ("system" in entry)
-    with pytest.raises(OddEntry, match="no answer"):
+    with pytest.raises(InvalidRow, match="no answer"):
         list(maker(smollm2, mask=3).samples("test", {"prompt": "What is 2 + 2?", "response": " "}))
 
 
@@ -213,7 +213,7 @@ def test_an_unforeseen_error_costs_one_answer(smollm2: Path, monkeypatch: pytest
     monkeypatch.setattr(made_by, "_of_rendered", failing)
     plain = [{"role": part["role"], "content": part["content"]} for part in CHAT]
     odd, sample = made_by.samples("test", {"messages": plain})
-    assert isinstance(odd, OddEntry) and odd.reason == "unexpected KeyError" and not isinstance(sample, OddEntry)
+    assert isinstance(odd, InvalidRow) and odd.reason == "unexpected KeyError" and not isinstance(sample, InvalidRow)
 
 
 def test_the_maximum_length_never_cuts_unnoticed(smollm2: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from specforge_dspine.decoding.drafter import Anticipated
+from specforge_dspine.decoding.drafter import ReplayDrafter
 from specforge_dspine.decoding.loop import Drafter, Trace, cut, decode
 from specforge_dspine.decoding.proposal import Proposal
 from specforge_dspine.decoding.sampling import GREEDY, Sampling
@@ -137,7 +137,7 @@ def test_a_captured_answer_gives_the_rounds_of_the_real_target(target: Qwen3ForC
         assert decode(drafter, captured, PROMPT, **options) == answer(drafter, target)  # type: ignore[arg-type]
     for variant in ({}, {"refinement": False}, {"injection": False, "alignment": "off", "causal": False}):
         drafter = tiny_drafter(target, **variant)
-        anticipated = Anticipated(drafter, ids, captured.taps, len(PROMPT))
+        anticipated = ReplayDrafter(drafter, ids, captured.taps, len(PROMPT))
         assert decode(anticipated, captured, PROMPT, **options) == answer(drafter, target)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specforge_dspine.evaluation.benchmarks import BENCHMARKS, SetError, open_set
+from specforge_dspine.evaluation.benchmarks import BENCHMARKS, BenchmarkError, open_set
 
 ENTRIES: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "How many?", "answer": "#### 3"},
@@ -111,7 +111,7 @@ def test_conversations_of_data_prep(tmp_path: Path) -> None:
     found = open_set(f"prompts={write(tmp_path / 'odd.jsonl', odd)}")
     assert [prompt.name for prompt in found.prompts] == ["prompt-2", "prompt-3"]
     assert [skip["line"] for skip in found.skipped] == [1]
-    with pytest.raises(SetError, match="ids repeat"):
+    with pytest.raises(BenchmarkError, match="ids repeat"):
         open_set(f"prompts={write(path, [{'id': 'c-1', 'messages': messages}] * 2)}")
 
 
@@ -133,5 +133,5 @@ def test_what_is_no_set_is_refused(spec: str, named: str, tmp_path: Path, monkey
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     for name, text in {"empty.jsonl": "", "bad.jsonl": "{}\n", "broken.json": "[{}", "table.parquet": "no"}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    with pytest.raises(SetError, match=named):
+    with pytest.raises(BenchmarkError, match=named):
         open_set(spec.replace("{tmp}", str(tmp_path)))

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: both flavours from one state, strict reading by name, bit-exact round trips, safe writing."""
+"""Checkpoints on disk: both flavors from one state, strict reading by name, bit-exact round trips, safe writing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from specforge_dspine.export import export_run, main
 from specforge_dspine.formats import config_json as formats
 from specforge_dspine.formats import writer
-from specforge_dspine.formats.config_json import BRIDGE, FLAVOURS, Layout
+from specforge_dspine.formats.config_json import BRIDGE, FLAVORS, Layout
 from specforge_dspine.formats.reader import load_draft, read_checkpoint
 from specforge_dspine.formats.writer import write_checkpoint
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
@@ -77,10 +77,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Tensor]) -> P
 
 @pytest.fixture(scope="module")
 def exported(run: Path) -> dict[str, Path]:
-    """Both flavours of the run."""
-    folders = {flavour: run.parent / flavour for flavour in FLAVOURS}
-    for flavour, out in folders.items():
-        assert main(["--run", str(run), "--to", flavour, "--out", str(out)]) == 0
+    """Both flavors of the run."""
+    folders = {flavor: run.parent / flavor for flavor in FLAVORS}
+    for flavor, out in folders.items():
+        assert main(["--run", str(run), "--to", flavor, "--out", str(out)]) == 0
     return folders
 
 
@@ -103,7 +103,7 @@ def damaged(source: Path, out: Path, *, config: Change | None = None, tensors: C
 
 
 def test_both_flavours_hold_what_engines_would_otherwise_guess(exported: dict[str, Path]) -> None:
-    configs = {flavour: config_of(folder) for flavour, folder in exported.items()}
+    configs = {flavor: config_of(folder) for flavor, folder in exported.items()}
     assert configs["specforge"].pop("architectures") == ["DSpineDraftModel"]
     assert configs["sglang"].pop("architectures") == ["DFlashDraftModel"]
     bridge = configs["sglang"]["dflash_config"].pop(BRIDGE)
@@ -164,7 +164,7 @@ def test_both_flavours_hold_what_engines_would_otherwise_guess(exported: dict[st
 def test_both_flavours_hold_the_newest_checkpoint_bit_for_bit(
     exported: dict[str, Path], state: dict[str, Tensor]
 ) -> None:
-    sglang, specforge = (load_file(exported[flavour] / "model.safetensors") for flavour in FLAVOURS)
+    sglang, specforge = (load_file(exported[flavor] / "model.safetensors") for flavor in FLAVORS)
     assert sglang.keys() == specforge.keys() == state.keys()
     for name, value in state.items():
         wanted = value if name in ("transfer_codes", "transfer_ready") else value.to(torch.bfloat16)
@@ -172,18 +172,18 @@ def test_both_flavours_hold_the_newest_checkpoint_bit_for_bit(
         assert torch.equal(sglang[name], wanted) and torch.equal(specforge[name], wanted), name
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavor", FLAVORS)
 def test_exports_load_as_the_draft_they_came_from(
-    exported: dict[str, Path], flavour: str, state: dict[str, Tensor]
+    exported: dict[str, Path], flavor: str, state: dict[str, Tensor]
 ) -> None:
-    draft = load_draft(exported[flavour])
+    draft = load_draft(exported[flavor])
     assert draft.transfer_codes.dtype is torch.float32 and torch.equal(draft.transfer_codes, state["transfer_codes"])
     assert {p.dtype for p in draft.parameters()} == {torch.bfloat16} and not draft.training
     assert draft.config.architectures == ["DSpineDraftModel"]
-    again = exported[flavour].parent / f"again-{flavour}"
-    write_checkpoint(draft.state_dict(), draft.config, flavour, again, torch.bfloat16)
-    assert (again / "model.safetensors").read_bytes() == (exported[flavour] / "model.safetensors").read_bytes()
-    assert config_of(again) == config_of(exported[flavour])
+    again = exported[flavor].parent / f"again-{flavor}"
+    write_checkpoint(draft.state_dict(), draft.config, flavor, again, torch.bfloat16)
+    assert (again / "model.safetensors").read_bytes() == (exported[flavor] / "model.safetensors").read_bytes()
+    assert config_of(again) == config_of(exported[flavor])
 
 
 def test_the_card_says_what_is_unverified(exported: dict[str, Path]) -> None:
@@ -259,12 +259,12 @@ AT_REST: list[tuple[Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize(("change", "message"), BAD_TENSORS + AT_REST, ids=[m for _, m in BAD_TENSORS + AT_REST])
 def test_reading_refuses_tensors_by_name(
-    exported: dict[str, Path], tmp_path: Path, flavour: str, change: Change, message: str
+    exported: dict[str, Path], tmp_path: Path, flavor: str, change: Change, message: str
 ) -> None:
-    folder = damaged(exported[flavour], tmp_path / "bad", tensors=change)
+    folder = damaged(exported[flavor], tmp_path / "bad", tensors=change)
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder)
     with pytest.raises(CheckpointError, match=message):
@@ -314,18 +314,18 @@ BAD_CONFIGS: list[tuple[Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize(("change", "message"), BAD_CONFIGS, ids=[m for _, m in BAD_CONFIGS])
 def test_reading_refuses_configs_by_key(
-    exported: dict[str, Path], tmp_path: Path, flavour: str, change: Change, message: str
+    exported: dict[str, Path], tmp_path: Path, flavor: str, change: Change, message: str
 ) -> None:
     """vLLM#51655, sglang#34524: flags that an engine would replace by its own default."""
     with pytest.raises(CheckpointError, match=message):
-        read_checkpoint(damaged(exported[flavour], tmp_path / "bad", config=change))
+        read_checkpoint(damaged(exported[flavor], tmp_path / "bad", config=change))
 
 
 @pytest.mark.parametrize(
-    ("flavour", "change", "message"),
+    ("flavor", "change", "message"),
     [
         ("sglang", lambda c: c["dflash_config"].pop(BRIDGE), f"dflash_config.{BRIDGE} is missing"),
         ("sglang", lambda c: c["dflash_config"].update({BRIDGE: True}), f"dflash_config.{BRIDGE} is missing"),
@@ -339,15 +339,15 @@ def test_reading_refuses_configs_by_key(
             lambda c: c["dflash_config"][BRIDGE].pop("message_dim"),
             f"{BRIDGE}.message_dim=None contradicts dspine_config.message_size=8",
         ),
-        ("specforge", lambda c: c["dflash_config"].update({BRIDGE: {}}), f"{BRIDGE} belongs to the sglang flavour"),
+        ("specforge", lambda c: c["dflash_config"].update({BRIDGE: {}}), f"{BRIDGE} belongs to the sglang flavor"),
     ],
-    ids=["missing", "no section", "contradiction", "key missing", "wrong flavour"],
+    ids=["missing", "no section", "contradiction", "key missing", "wrong flavor"],
 )
 def test_the_bridge_is_there_and_agrees(
-    exported: dict[str, Path], tmp_path: Path, flavour: str, change: Change, message: str
+    exported: dict[str, Path], tmp_path: Path, flavor: str, change: Change, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_checkpoint(damaged(exported[flavour], tmp_path / "bad", config=change))
+        read_checkpoint(damaged(exported[flavor], tmp_path / "bad", config=change))
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
@@ -520,17 +520,17 @@ def save_reference(folder: Path, exported: Path, *, nested: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize("nested", [False, True], ids=["flat config", "nested config"])
 def test_a_reference_checkpoint_becomes_ours(
-    exported: dict[str, Path], tmp_path: Path, flavour: str, nested: bool
+    exported: dict[str, Path], tmp_path: Path, flavor: str, nested: bool
 ) -> None:
     reference = save_reference(tmp_path / "reference", exported["specforge"], nested=nested)
-    assert main(["--reference", str(reference), "--to", flavour, "--out", str(tmp_path / "out")]) == 0
-    converted, original = (read_checkpoint(path)[0] for path in (tmp_path / "out", exported[flavour]))
+    assert main(["--reference", str(reference), "--to", flavor, "--out", str(tmp_path / "out")]) == 0
+    converted, original = (read_checkpoint(path)[0] for path in (tmp_path / "out", exported[flavor]))
     assert converted.keys() == original.keys()
     assert all(torch.equal(converted[name], original[name]) for name in original)
-    expected = config_of(exported[flavour])
+    expected = config_of(exported[flavor])
     expected["dspine_config"] |= {"excluded_ids": [MASK_ID], "valid_vocab_size": VOCAB}  # all that can be known
     assert config_of(tmp_path / "out") == expected
 

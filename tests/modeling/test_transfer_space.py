@@ -16,8 +16,8 @@ def head() -> torch.Tensor:
 def test_codes_whiten_the_centred_unit_rows(head: torch.Tensor) -> None:
     space = build_transfer_space(head, 12, dtype=torch.float64)
     unit = head.double() / head.double().norm(dim=1, keepdim=True)
-    centred = unit - unit.mean(dim=0)
-    whitened = centred @ space.directions / space.eigenvalues.sqrt()
+    centered = unit - unit.mean(dim=0)
+    whitened = centered @ space.directions / space.eigenvalues.sqrt()
     assert torch.allclose(whitened.T @ whitened, torch.eye(12, dtype=torch.float64), atol=1e-9)
     assert torch.allclose(space.codes, whitened / whitened.norm(dim=1, keepdim=True), atol=1e-9)
     assert torch.allclose(space.codes.norm(dim=1), torch.ones(50, dtype=torch.float64))

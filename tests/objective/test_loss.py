@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specforge_dspine.modeling.blocks import Blocks
-from specforge_dspine.objective.distillation import distil, distil_by_autograd
+from specforge_dspine.objective.distillation import distill, distill_by_autograd
 from specforge_dspine.objective.supervision import supervised_rows
 from tests.support.drafts import make_batch, make_blocks, make_model
 
@@ -150,12 +150,12 @@ def test_bfloat16_softmaxes_are_float32() -> None:
 @pytest.mark.parametrize("options", [{}, {"ce_weight": 1.0}, {"ce_weight": 0.0}, {"refinement": False}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_gradient_that_comes_with_the_loss_is_its_gradient(options: dict[str, float], dtype: torch.dtype) -> None:
-    """``distil`` against the same loss by automatic differentiation, in chunks and in one piece."""
+    """``distill`` against the same loss by automatic differentiation, in chunks and in one piece."""
     limit = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
     results = []
-    for implementation, chunk in ((distil_by_autograd, 0), (distil, 0), (distil, 2)):
+    for implementation, chunk in ((distill_by_autograd, 0), (distill, 0), (distill, 2)):
         model = make_model(dtype=dtype, **options)
-        model.distil, model.objective_chunk_blocks = implementation, chunk
+        model.distill, model.objective_chunk_blocks = implementation, chunk
         loss = forward(model, make_batch(dtype=dtype), make_blocks(ANCHORS))
         (loss.numerator * 3).backward()
         results.append((loss, {n: p.grad for n, p in model.draft_model.named_parameters()}))
@@ -174,6 +174,6 @@ def test_loss_and_gradient_agree_by_finite_differences() -> None:
     settings = make_model(refinement=False, ce_weight=0.3).draft_model.settings
 
     def loss(states: torch.Tensor) -> torch.Tensor:
-        return distil(states, head, label, weight, p.clone(), settings).loss
+        return distill(states, head, label, weight, p.clone(), settings).loss
 
     assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(),), eps=1e-7, atol=1e-6)

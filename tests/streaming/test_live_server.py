@@ -16,7 +16,7 @@ from specforge.runtime.data_plane.feature_store import load_feature_file
 
 from specforge_dspine import capture as capture_command
 from specforge_dspine.streaming import client as client_module
-from specforge_dspine.streaming.client import RequestRefused, SGLangClient, StreamProofError
+from specforge_dspine.streaming.client import CaptureVerificationError, RequestRefused, SGLangClient
 from specforge_dspine.streaming.record import (
     CAPTURE_KEY,
     PROTOCOL,
@@ -96,7 +96,7 @@ def discard_probes(live: LiveTarget) -> None:
 
 
 def test_the_reference_can_tell_right_from_wrong(live: LiveTarget) -> None:
-    """Neighbouring layers, and the states before and after the final norm, differ far beyond the tolerance."""
+    """Neighboring layers, and the states before and after the final norm, differ far beyond the tolerance."""
     taps, final = live.states(prompt(20, 0))
     shifted, _ = live.states(prompt(20, 0), tuple(k + 1 for k in TAPS))
     last_layer, _ = live.states(prompt(20, 0), (LAYERS - 2,))
@@ -290,7 +290,7 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_a_right_server_is_proven(live: LiveTarget, client: SGLangClient) -> None:
-    facts = client.prove(live.identity, live.head, prompt(40, 600))
+    facts = client.verify_server(live.identity, live.head, prompt(40, 600))
     assert facts.target == live.identity
     assert facts.version == VERSION
     assert facts.capture_dir == live.server.spool
@@ -299,7 +299,7 @@ def test_a_right_server_is_proven(live: LiveTarget, client: SGLangClient) -> Non
 
 def test_a_path_that_leads_to_the_same_target(live: LiveTarget, client: SGLangClient, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(live.path)
-    client.prove(replace(live.identity, model_path=str(tmp_path / "link")), live.head, prompt(40, 600))
+    client.verify_server(replace(live.identity, model_path=str(tmp_path / "link")), live.head, prompt(40, 600))
 
 
 @pytest.mark.parametrize(
@@ -316,17 +316,17 @@ def test_a_path_that_leads_to_the_same_target(live: LiveTarget, client: SGLangCl
 def test_another_target_is_refused(live: LiveTarget, client: SGLangClient, field: str, value: Any) -> None:
     other = replace(live.identity, **{field: value})
     head = torch.zeros(other.vocab_size, other.hidden_size)
-    with pytest.raises(StreamProofError, match=f"server's {field} is .*, this run needs") as caught:
-        client.prove(other, head, prompt(40, 600))
+    with pytest.raises(CaptureVerificationError, match=f"server's {field} is .*, this run needs") as caught:
+        client.verify_server(other, head, prompt(40, 600))
     assert "restart the server" in str(caught.value)
     discard_probes(live)
 
 
 def test_another_head_is_refused(live: LiveTarget, client: SGLangClient) -> None:
-    with pytest.raises(StreamProofError, match="the head is not this target's"):
-        client.prove(live.identity, live.head.roll(1, dims=0), prompt(40, 600))
+    with pytest.raises(CaptureVerificationError, match="the head is not this target's"):
+        client.verify_server(live.identity, live.head.roll(1, dims=0), prompt(40, 600))
     with pytest.raises(ValueError, match="lm_head has shape"):
-        client.prove(live.identity, live.head[:-1], prompt(40, 600))
+        client.verify_server(live.identity, live.head[:-1], prompt(40, 600))
 
 
 def test_states_before_the_final_norm_are_refused(live: LiveTarget, client: SGLangClient) -> None:
@@ -336,27 +336,27 @@ def test_states_before_the_final_norm_are_refused(live: LiveTarget, client: SGLa
     finals = [live.states(one)[1][0, -1] for one in ids]
     tokens = [greedy(live, one, 1)[0] for one in ids]
     client._prove_head(live.head, list(zip(finals, tokens, strict=True)), live.identity)
-    with pytest.raises(StreamProofError, match="not those after its final norm"):
+    with pytest.raises(CaptureVerificationError, match="not those after its final norm"):
         unweighted = [final / norm for final in finals]
         client._prove_head(live.head, list(zip(unweighted, tokens, strict=True)), live.identity)
 
 
 def test_ties_prove_nothing(live: LiveTarget, client: SGLangClient) -> None:
-    with pytest.raises(StreamProofError, match=r"tie within rounding.*another probe"):
-        client.prove(live.identity, torch.zeros_like(live.head), prompt(40, 600))
+    with pytest.raises(CaptureVerificationError, match=r"tie within rounding.*another probe"):
+        client.verify_server(live.identity, torch.zeros_like(live.head), prompt(40, 600))
 
 
 def test_another_version_is_refused(live: LiveTarget, client: SGLangClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "VERSION", "9.9.9")
-    with pytest.raises(StreamProofError, match=f"version is '{VERSION}', ours is '9.9.9'; install"):
-        client.prove(live.identity, live.head, prompt(40, 600))
+    with pytest.raises(CaptureVerificationError, match=f"version is '{VERSION}', ours is '9.9.9'; install"):
+        client.verify_server(live.identity, live.head, prompt(40, 600))
     discard_probes(live)
 
 
 def test_another_protocol_is_refused(live: LiveTarget, client: SGLangClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "PROTOCOL", 99)
-    with pytest.raises(StreamProofError, match="protocol is 1, ours is 99"):
-        client.prove(live.identity, live.head, prompt(40, 600))
+    with pytest.raises(CaptureVerificationError, match="protocol is 1, ours is 99"):
+        client.verify_server(live.identity, live.head, prompt(40, 600))
 
 
 def test_a_directory_that_is_not_shared_is_noticed(
@@ -368,8 +368,8 @@ def test_a_directory_that_is_not_shared_is_noticed(
         (tmp_path / "nowhere", "does not exist on this machine"),
     ):
         with SGLangClient(live.server.url, capture_dir=directory) as client:
-            with pytest.raises(StreamProofError, match=message):
-                client.prove(live.identity, live.head, prompt(40, 600))
+            with pytest.raises(CaptureVerificationError, match=message):
+                client.verify_server(live.identity, live.head, prompt(40, 600))
             discard_probes(live)
 
 

@@ -21,7 +21,7 @@ from specforge_dspine import capture as capture_command
 from specforge_dspine.streaming import process_guard as guard
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.record import CAPTURE_KEY, RecordError, Sample, TargetIdentity
-from specforge_dspine.streaming.server import ManagedServer, ServerFailed, free_port
+from specforge_dspine.streaming.server import ManagedServer, ManagedServerError, free_port
 from tests.conftest import wait_for
 from tests.support.targets import HIDDEN, VOCAB, build_qwen3
 
@@ -179,7 +179,7 @@ def prompt(length: int, seed: int) -> list[int]:
 @pytest.mark.server
 def test_a_server_that_does_not_start_shows_its_log(poisoned: Path, tmp_path: Path) -> None:
     server = ManagedServer(str(poisoned), tmp_path, [1], dtype="float32", extra_args=["--no-such-flag"])
-    with pytest.raises(ServerFailed, match="ended while starting") as caught:
+    with pytest.raises(ManagedServerError, match="ended while starting") as caught:
         server.start()
     assert "unrecognized arguments: --no-such-flag" in str(caught.value)
     assert "sglang.launch_server" in str(caught.value)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig
 
-from specforge_dspine.decoding.drafter import BlockDrafter, anticipate
+from specforge_dspine.decoding.drafter import BlockDrafter, draft_all_anchors
 from specforge_dspine.evaluation.bootstrap import Resampled
 from specforge_dspine.formats.writer import write_checkpoint
 from specforge_dspine.modeling.blocks import draft_blocks
@@ -67,7 +67,7 @@ class World:
         self.ids = self.target.generate(prompt, max_new_tokens=26, eos_token_id=None, **options)[0]
         self.anchors = torch.tensor(ANCHORS)
         self.taps = self.states(self.ids)
-        proposed = anticipate(self.drafter, self.ids, self.taps, self.anchors).tokens
+        proposed = draft_all_anchors(self.drafter, self.ids, self.taps, self.anchors).tokens
         self.branches = encode(self.target, TAPS, self.ids, self.anchors, proposed)
 
     @torch.no_grad()

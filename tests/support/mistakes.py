@@ -38,7 +38,7 @@ from specforge_dspine.modeling.transfer_space import FLOOR, TransferSpace
 from specforge_dspine.objective import curriculum, distillation
 from specforge_dspine.objective import loss as objective
 from specforge_dspine.objective import supervision as rows
-from specforge_dspine.objective.distillation import Candidates, Distil, Distilled
+from specforge_dspine.objective.distillation import Candidates, Distill, Distilled
 from specforge_dspine.objective.loss import Refined
 from specforge_dspine.objective.supervision import Rows
 from tests.support import ROOT
@@ -234,7 +234,7 @@ def slot_1_fed_by_its_state() -> AbstractContextManager[None]:
 
 
 def replacement_per_layer() -> AbstractContextManager[None]:
-    """Odd layers use the draws of the neighbouring block: as likely as the own ones, and independent of them."""
+    """Odd layers use the draws of the neighboring block: as likely as the own ones, and independent of them."""
 
     def change(_self: Any, original: Any, layer: int, states: Tensor, codes: Tensor, known: Tensor) -> Tensor:
         if layer % 2:
@@ -352,7 +352,7 @@ def l1_without_the_mass_threshold() -> AbstractContextManager[None]:
 def label_among_the_candidates() -> AbstractContextManager[None]:
     """Where the top K miss the label, it takes the last place."""
 
-    def make(original: Distil) -> Distil:
+    def make(original: Distill) -> Distill:
         def changed(
             hidden: Tensor, head: Tensor, label: Tensor, weight: Tensor, p: Any, settings: Any, chosen: Any = None
         ) -> Distilled:
@@ -365,7 +365,7 @@ def label_among_the_candidates() -> AbstractContextManager[None]:
 
         return changed
 
-    return everywhere(distillation.distil, make)
+    return everywhere(distillation.distill, make)
 
 
 def combined_with(**changes: Callable[[Any], Any]) -> AbstractContextManager[None]:
@@ -373,9 +373,9 @@ def combined_with(**changes: Callable[[Any], Any]) -> AbstractContextManager[Non
     original = objective.combine
 
     def combine(
-        sums: dict[str, Tensor], settings: Any, normalization: str, scope: str, beta: float, share: Any
+        sums: dict[str, Tensor], settings: Any, normalization: str, scope: str, beta: float, window_reduce: Any
     ) -> Any:
-        given = {"normalization": normalization, "scope": scope, "beta": beta, "share": share}
+        given = {"normalization": normalization, "scope": scope, "beta": beta, "window_reduce": window_reduce}
         return original(sums, settings, **{k: changes[k](v) if k in changes else v for k, v in given.items()})
 
     return attribute(objective, "combine", combine)
@@ -387,7 +387,7 @@ def refined_denominators_shared() -> AbstractContextManager[None]:
 
 def gate_not_multiplied_by_ce() -> AbstractContextManager[None]:
     """λ = β."""
-    return combined_with(share=lambda _given: lambda own: torch.cat([own[1:2], own[1:]]))
+    return combined_with(window_reduce=lambda _given: lambda own: torch.cat([own[1:2], own[1:]]))
 
 
 @contextlib.contextmanager
@@ -400,10 +400,13 @@ def gate_without_stop_gradient() -> Iterator[None]:
         ce = F.cross_entropy(F.linear(hidden, head), rows.label, reduction="none")
         return sums | {"ce": (rows.weight.to(ce.dtype) * ce).sum()}, correct, candidates
 
-    def own_share(sums: dict[str, Tensor]) -> Tensor:
+    def micro_batch_sums(sums: dict[str, Tensor]) -> Tensor:
         return torch.stack([sums[name] for name in ("ce", "weight", "covered", "heavy")])
 
-    with attribute(objective, "backbone_sums", backbone_sums), attribute(objective, "own_share", own_share):
+    with (
+        attribute(objective, "backbone_sums", backbone_sums),
+        attribute(objective, "micro_batch_sums", micro_batch_sums),
+    ):
         yield
 
 
@@ -421,10 +424,10 @@ def alignment_averaged_over_layers() -> AbstractContextManager[None]:
 # Transfer space
 
 
-def space_of(head: Tensor, rank: int, dtype: torch.dtype, *, centred: bool, whitened: bool) -> TransferSpace:
+def space_of(head: Tensor, rank: int, dtype: torch.dtype, *, centered: bool, whitened: bool) -> TransferSpace:
     """The transfer space in one go, with a step of it left out."""
     unit = F.normalize(head.detach().double(), dim=1, eps=FLOOR)
-    mean = unit.mean(dim=0) if centred else torch.zeros_like(unit[0])
+    mean = unit.mean(dim=0) if centered else torch.zeros_like(unit[0])
     values, vectors = torch.linalg.eigh((unit - mean).T @ (unit - mean))
     values, directions = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
     directions = directions * directions.gather(0, directions.abs().argmax(dim=0, keepdim=True)).sign()
@@ -444,11 +447,11 @@ def other_space(**how: bool) -> AbstractContextManager[None]:
 
 
 def codes_unwhitened() -> AbstractContextManager[None]:
-    return other_space(centred=True, whitened=False)
+    return other_space(centered=True, whitened=False)
 
 
 def codes_uncentred() -> AbstractContextManager[None]:
-    return other_space(centred=False, whitened=True)
+    return other_space(centered=False, whitened=True)
 
 
 # Attention

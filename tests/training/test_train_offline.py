@@ -84,8 +84,8 @@ def test_a_run_leaves_metrics_recipe_checkpoints_tensorboard_and_exports(finishe
     assert yaml.safe_load((finished / "recipe.yaml").read_text())["run_id"] == "tiny"
     assert (finished / "tiny-step2").is_dir() and (finished / "tiny-step4").is_dir()
     assert list(finished.rglob("events.out.tfevents*"))
-    for flavour in ("sglang", "specforge"):
-        draft = load_draft(finished / "export" / flavour)
+    for flavor in ("sglang", "specforge"):
+        draft = load_draft(finished / "export" / flavor)
         assert draft.transfer_codes.dtype is torch.float32
 
 

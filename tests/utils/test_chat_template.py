@@ -12,7 +12,7 @@ from specforge_dspine.utils.chat_template import (
     split_reasoning,
     unfinished_reasoning,
 )
-from specforge_dspine.utils.invalid_row import OddEntry
+from specforge_dspine.utils.invalid_row import InvalidRow
 from tests.support.qwen3_tokenizer import qwen3_chat_tokenizer, qwen3_tokenizer
 
 EMPTY_REASONING = "<think>\n\n</think>\n\n"
@@ -85,7 +85,7 @@ def test_reasoning_cut_off_is_recognised(
 def test_a_template_that_refuses_is_told_in_its_words(qwen: PreTrainedTokenizerFast) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=qwen.backend_tokenizer)
     plain.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(OddEntry, match=r"the template refuses these turns.*System role not supported"):
+    with pytest.raises(InvalidRow, match=r"the template refuses these turns.*System role not supported"):
         prompt_ids(plain, CHAT[:1], enable_thinking=None)
 
 

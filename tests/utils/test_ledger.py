@@ -109,10 +109,10 @@ def test_overwriting_keeps_the_old_result_and_continues_after_a_kill(tmp_path: P
     assert begin("d", target="y") == 0, "rows of other inputs are discarded"
     assert {name: (tmp_path / name).read_bytes() for name in old} == old
     (tmp_path / ".out.jsonl.dropped.jsonl.new").symlink_to("/dev/full")
-    replacing = Ledger([out], "test", INPUTS | {"target": "y"}, overwrite=True)
-    with replacing, pytest.raises(LedgerError, match="No space left"):
-        replacing.drop("file", 1, "odd", "")
-        replacing.finish(2, {})
+    atomic_write = Ledger([out], "test", INPUTS | {"target": "y"}, overwrite=True)
+    with atomic_write, pytest.raises(LedgerError, match="No space left"):
+        atomic_write.drop("file", 1, "odd", "")
+        atomic_write.finish(2, {})
     assert {name: (tmp_path / name).read_bytes() for name in old} == old, "a full disk costs nothing, either"
     with Ledger([out], "test", INPUTS | {"target": "y"}, overwrite=True) as ledger:
         ledger.finish(2, {})

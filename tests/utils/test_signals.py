@@ -7,21 +7,21 @@ import signal
 
 import pytest
 
-from specforge_dspine.utils.signals import Interrupted, unwinding_signals
+from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_that_a_library_turned_into_an_error_is_one_still(number: int) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(Interrupted) as found, unwinding_signals():
+    with pytest.raises(Interrupted) as found, signals_as_exceptions():
         try:
             os.kill(os.getpid(), number)
         except BaseException as error:
-            raise RuntimeError(f"acknowledgement failed: {error}") from None
+            raise RuntimeError(f"acknowledgment failed: {error}") from None
     assert found.value.signum == number and isinstance(found.value.__cause__, RuntimeError)
     assert signal.getsignal(number) is before
 
 
 def test_errors_without_a_signal_are_themselves() -> None:
-    with pytest.raises(RuntimeError, match="other"), unwinding_signals():
+    with pytest.raises(RuntimeError, match="other"), signals_as_exceptions():
         raise RuntimeError("other")
