@@ -69,6 +69,8 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell -D - -D .codespell/words.txt
 
 clean:
 	rm -rf $(VENV) runs cache

@@ -9,21 +9,22 @@ float32. After that cast the round trip is bit-exact. Writing verifies what was 
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 import yaml
+from pydantic import model_validator
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specforge_dspine.formats.config_json import FLAVORS
 from specforge_dspine.formats.reader import read_checkpoint
 from specforge_dspine.formats.third_party import read_reference
 from specforge_dspine.formats.writer import DTYPES, write_checkpoint
 from specforge_dspine.modeling.config import settings_of
 from specforge_dspine.training.run_checkpoints import marked_best, newest_complete, read_state
+from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import CheckpointError
 from specforge_dspine.utils.files import read_json
 
@@ -36,8 +37,8 @@ def read_run(run: Path, checkpoint: str) -> tuple[dict[str, Tensor], Qwen3Config
     Raises:
         CheckpointError: the folder holds no run, or no complete checkpoint yet.
     """
-    config = Qwen3Config.from_dict(read_json(run / "draft_config.json"))
     try:
+        config = Qwen3Config.from_dict(read_json(run / "draft_config.json"))
         recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
         wants_best = checkpoint == "best" and recipe.get("heldout") is not None
         folder = marked_best(run, recipe["run_id"]) if wants_best else None
@@ -73,38 +74,43 @@ def convert_reference(folder: Path, flavor: str, out: Path, dtype: torch.dtype |
     write_checkpoint(tensors, config, flavor, out, dtype or tensors["fc.weight"].dtype)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status (see the module's text)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specforge_dspine.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+class ExportOptions(Options):
+    """Where the draft comes from, and how it is written."""
+
+    run: Path | None = option("output_dir of a training run", default=None)
+    reference: Path | None = option("checkpoint in the reference layout", default=None)
+    checkpoint: Literal["best", "newest"] = option("of the run: best on held-out samples, or newest", default="best")
+    to: Literal["sglang", "specforge"] = option("layout to write")
+    out: Path = option("folder to write")
+    dtype: Literal["bfloat16", "float16", "float32"] | None = option(
+        "of the weights; default: the source's", default=None
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=Path, help="output_dir of a training run")
-    source.add_argument("--reference", type=Path, help="checkpoint in the reference layout")
-    parser.add_argument(
-        "--checkpoint",
-        choices=("best", "newest"),
-        default="best",
-        help="of the run: best on held-out samples (default)",
-    )
-    parser.add_argument("--to", choices=FLAVORS, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: the source's")
-    args = parser.parse_args(argv)
-    dtype = DTYPES[args.dtype] if args.dtype else None
-    try:
-        if args.run is not None:
-            export_run(args.run, args.to, args.out, dtype, checkpoint=args.checkpoint)
-        else:
-            convert_reference(args.reference, args.to, args.out, dtype)
-    except (CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    settings = settings_of(read_checkpoint(args.out)[1])
-    print(f"wrote and verified {args.out}: {args.to} flavor, r={settings.transfer_rank}, K={settings.top_k}")
-    return 0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ExportOptions:
+        if (self.run is None) == (self.reference is None):
+            raise ValueError("give exactly one of --run and --reference")
+        return self
+
+
+def export(options: ExportOptions) -> str:
+    """Do what the command line says; returns a sentence about the result.
+
+    Raises:
+        CheckpointError: as ``export_run``.
+    """
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    if options.run is not None:
+        export_run(options.run, options.to, options.out, dtype, checkpoint=options.checkpoint)
+    elif options.reference is not None:
+        convert_reference(options.reference, options.to, options.out, dtype)
+    settings = settings_of(read_checkpoint(options.out)[1])
+    return f"wrote and verified {options.out}: {options.to} layout, r={settings.transfer_rank}, K={settings.top_k}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(Command(ExportOptions, export), argv, module="specforge_dspine.export", doc=__doc__)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from specforge_dspine.streaming.client import CaptureVerificationError, SGLangCl
 from specforge_dspine.streaming.server import ManagedServer, ManagedServerError
 from specforge_dspine.training import trainers as assembly
 from specforge_dspine.training.capture_source import CaptureSource, PromptPlan, resume_delivery
-from specforge_dspine.training.distributed import RunError, on_every_rank, own_environment
+from specforge_dspine.training.distributed import on_every_rank, own_environment
 from specforge_dspine.training.plan import Plan, make_plan
 from specforge_dspine.training.recipe import Recipe, load_recipe
 from specforge_dspine.training.resume_contract import host_contract, refuse_changes
@@ -37,7 +37,7 @@ from specforge_dspine.training.run_checkpoints import checkpoint_step
 from specforge_dspine.training.run_dir import DELIVERY_LOG, accept, claim_run_dir, exclusive, restore_best
 from specforge_dspine.training.run_logger import RunLogger
 from specforge_dspine.training.specforge_internals import bootstrap_single_process_env, build_model_bundle
-from specforge_dspine.utils.errors import CheckpointError, RecipeError
+from specforge_dspine.utils.errors import CheckpointError, RecipeError, RunError
 from specforge_dspine.utils.files import write_json
 from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -13,6 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import Any
 
+from specforge_dspine.utils.child_process import end_with_parent
+
 Work = Callable[[Any], Any]
 
 INLINE = 4
@@ -20,8 +21,6 @@ INLINE = 4
 
 WAITING = 3
 """Chunks per worker that are under way; what is read ahead is bounded by it."""
-
-PR_SET_PDEATHSIG = 1
 
 
 def cores() -> int:
@@ -132,9 +131,7 @@ _function: Work
 def _start(parent: int, prepare: Callable[..., Work], arguments: tuple[Any, ...]) -> None:
     """Readies a worker, which ends with its parent, whatever ends that."""
     global _function
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(signal.SIGKILL, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us in order
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
     _function = prepare(*arguments)

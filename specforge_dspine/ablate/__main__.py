@@ -33,7 +33,7 @@ from specforge_dspine.evaluation.benchmarks import SYNTAX
 from specforge_dspine.training.recipe import Recipe, load_recipe
 from specforge_dspine.training.run_dir import exclusive
 from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
-from specforge_dspine.utils.stages import StageError, Stages, together
+from specforge_dspine.utils.stages import StageError, Stages, run_parallel
 
 
 def ablate(options: argparse.Namespace) -> None:
@@ -69,7 +69,7 @@ def compare(options: argparse.Namespace, recipe: Recipe, variants: Sequence[Vari
     print(f"{progress.all - sum(progress.left.values())} of {progress.all} parts are done already", flush=True)
     with Stages() as stages:
         jobs = [partial(perform, stages, options, recipe, *each, progress) for each in chosen]
-        together(stages, jobs, options.at_once)
+        run_parallel(stages, jobs, options.at_once)
         stages.run("specforge_dspine.ablate.report", "--ablation", options.out)
 
 

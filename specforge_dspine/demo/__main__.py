@@ -29,7 +29,7 @@ from specforge_dspine.training.recipe import Recipe, load_recipe
 from specforge_dspine.utils.errors import RecipeError
 from specforge_dspine.utils.files import write_json
 from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
-from specforge_dspine.utils.stages import StageError, Stages, together
+from specforge_dspine.utils.stages import StageError, Stages, run_parallel
 
 EVALUATIONS: dict[str, tuple[object, ...]] = {  # greedy ones replay the answers, the sampled one asks the target
     "refined": ("--live", 2),
@@ -55,7 +55,7 @@ def demo(stages: Stages, recipe_path: Path, recipe: Recipe, out: Path, amounts: 
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
     stages.run("specforge_dspine.train", "--recipe", recipe_path, f"data.prompts_path={samples}")
     shutil.rmtree(out / "evaluation", ignore_errors=True)
-    together(stages, [partial(evaluate, stages, recipe, out, amounts.new_tokens, name) for name in EVALUATIONS])
+    run_parallel(stages, [partial(evaluate, stages, recipe, out, amounts.new_tokens, name) for name in EVALUATIONS])
     folders = [f"{name}={out / 'evaluation' / name}" for name in EVALUATIONS]
     stages.run("specforge_dspine.report", "--evaluations", *folders, "--run", recipe.run_dir, "--out", out)
 

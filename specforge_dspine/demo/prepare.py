@@ -33,13 +33,13 @@ from specforge_dspine.training.recipe import Recipe, load_recipe
 from specforge_dspine.utils.errors import RecipeError
 from specforge_dspine.utils.files import write_json
 from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
-from specforge_dspine.utils.stages import StageError, Stages, together
+from specforge_dspine.utils.stages import StageError, Stages, run_parallel
 
 TRAIN, HELDOUT = "train", "heldout"
 SOURCES = ("chatterbot", "reasoning-gym")
 HELDOUT_SHARE = 0.2  # of all prompts, so that both files are full before the small sources end
 SERVERS = 2  # that answer at the same time, one thread each: two cores
-BATCH = 32  # prompts that a server answers together
+BATCH = 32  # prompts that a server answers run_parallel
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def prepare(
                     name=f"capture {split}",
                 )
 
-        together(stages, [partial(answer, *each) for each in zip(splits, cycle(urls), strict=False)])
+        run_parallel(stages, [partial(answer, *each) for each in zip(splits, cycle(urls), strict=False)])
 
 
 def choose_prompts(stages: Stages, out: Path, amounts: Amounts, benchmarks: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from specforge_dspine.modeling.config import ARCHITECTURE, DSpineSettings, check_vocabulary, rope_theta, settings_of
 from specforge_dspine.modeling.state_dict import TABLE, expected_shapes
-from specforge_dspine.utils.errors import CheckpointError
+from specforge_dspine.utils.errors import CheckpointError, InvalidFileError
+from specforge_dspine.utils.files import read_json
 
 FLAVORS = ("sglang", "specforge")
 BRIDGE = "selected_prefix_code_bridge"
@@ -51,6 +53,18 @@ DROPPED = (
     "problem_type",
     "return_dict",
 )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or no JSON object.
+    """
+    try:
+        return read_json(folder / CONFIG)
+    except InvalidFileError as error:
+        raise CheckpointError(str(error)) from error
 
 
 class Layout(NamedTuple):

@@ -7,13 +7,12 @@ from pathlib import Path
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specforge_dspine.formats.config_json import CONFIG, LAYOUTS, check_config
+from specforge_dspine.formats.config_json import LAYOUTS, check_config, read_config
 from specforge_dspine.formats.third_party import read_dflash, read_tensors
 from specforge_dspine.modeling.config import ARCHITECTURE, settings_of
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.state_dict import TABLE, check_tensors
 from specforge_dspine.utils.errors import CheckpointError
-from specforge_dspine.utils.files import read_json
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Qwen3Config]:
@@ -23,7 +22,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Qwen3Config]:
         CheckpointError: a missing, unknown or wrong-shaped tensor, a missing bridge or flag, by name.
     """
     folder = Path(folder)
-    payload = read_json(folder / CONFIG)
+    payload = read_config(folder)
     flavor = check_config(payload)
     config = Qwen3Config.from_dict(payload | {"architectures": [ARCHITECTURE]})
     tensors = read_tensors(folder, LAYOUTS[flavor].table if settings_of(config).has_readouts else None)

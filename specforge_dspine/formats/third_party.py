@@ -21,11 +21,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specforge_dspine.formats.config_json import CONFIG, WEIGHTS, check_config, integer, parse_settings, section
+from specforge_dspine.formats.config_json import (
+    WEIGHTS,
+    check_config,
+    integer,
+    parse_settings,
+    read_config,
+    section,
+)
 from specforge_dspine.modeling.config import ARCHITECTURE, DSpineSettings
 from specforge_dspine.modeling.state_dict import READY, TABLE, check_tensors
 from specforge_dspine.utils.errors import CheckpointError
-from specforge_dspine.utils.files import read_json
 
 REFERENCE_TABLE = ("transfer.safetensors", "codes")
 
@@ -61,7 +67,7 @@ def read_reference(folder: Path) -> tuple[dict[str, Tensor], Qwen3Config]:
     Raises:
         CheckpointError: a file, tensor or key is missing or wrong, by name.
     """
-    payload = read_json(folder / CONFIG)
+    payload = read_config(folder)
     payload = dict(payload.get("config", payload))
     tensors = read_tensors(folder, REFERENCE_TABLE)
     codes = tensors[TABLE]
@@ -87,7 +93,7 @@ def read_dflash(folder: Path, emittable: tuple[list[int], int]) -> tuple[dict[st
     Raises:
         CheckpointError: a file, tensor or key is missing or wrong, by name.
     """
-    payload = read_json(folder / CONFIG)
+    payload = read_config(folder)
     dflash = dict(section(payload, "dflash_config"))
     settings = DSpineSettings(
         transfer_rank=1,  # of a space that it has not got

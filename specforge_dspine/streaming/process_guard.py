@@ -11,18 +11,19 @@ library only, so that it starts at once and stays small. Linux only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
+
+from specforge_dspine.utils.child_process import end_with_parent
 
 GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL. A server has nothing to save, and takes longer to end by itself."""
 
 POLL_S = 0.2
-PR_SET_PDEATHSIG = 1
 
 
 def guard(owner: int, command: list[str]) -> int:
@@ -35,10 +36,7 @@ def guard(owner: int, command: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    libc = ctypes.CDLL(None, use_errno=True)
-    server = subprocess.Popen(
-        command, start_new_session=True, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    )
+    server = subprocess.Popen(command, start_new_session=True, preexec_fn=partial(end_with_parent, signal.SIGKILL))
     try:
         while server.poll() is None and os.getppid() == owner and not stopped:
             time.sleep(POLL_S)

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-
-class RunError(RuntimeError):
-    """A run that cannot go on, for a reason that the message gives; no fault of the code."""
+from specforge_dspine.utils.errors import RunError
 
 
 @contextlib.contextmanager

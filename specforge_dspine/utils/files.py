@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and lines of JSON."""
+"""Files and folders that are either whole or absent; JSON; lines of JSON."""
 
 from __future__ import annotations
 
@@ -6,49 +6,94 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from specforge_dspine.utils.errors import CheckpointError
+from specforge_dspine.utils.errors import InvalidFileError
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of ``path`` at the end: a reader sees the old one or the new one.
+def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """A file to write that replaces ``path`` when the context ends without an error.
+
+    ``sync`` waits until the disk has it, so that a power cut loses nothing either.
 
     Raises:
         OSError: it cannot be written; ``path`` is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.new")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with scratch.open("wb") as file:
+        with partial.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
     finally:
-        scratch.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
-def printable(path: Path | str) -> str:
-    """A path as text; bytes of it that are not UTF-8 are written out, for neither JSON nor UTF-8 can hold them."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill that replaces ``path`` when the context ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "old"))
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if path.exists():
+            os.replace(path, old)
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def to_line(row: Mapping[str, Any] | Sequence[Any]) -> bytes:
-    """One JSONL line."""
-    return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` atomically, indented."""
+    with atomic_write(path) as file:
+        file.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        InvalidFileError: the file is missing or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidFileError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidFileError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidFileError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def as_json(value: Any) -> Any:
+    """``value`` as a JSON file would give it back: tuples become lists."""
+    return json.loads(json.dumps(value))
+
+
+def to_line(value: Any) -> bytes:
+    """One line of JSON."""
+    return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """The values of a JSONL file that was written here, all at once."""
+    """The values of a file with one JSON value per line."""
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
 
@@ -58,25 +103,6 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        CheckpointError: the file is missing or holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` atomically."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    os.replace(partial, path)
+def printable(path: Path | str) -> str:
+    """A path as text; bytes that are not UTF-8 are escaped, for JSON and terminals cannot hold them."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -15,11 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
+from specforge_dspine.utils.child_process import end_with_parent
+from specforge_dspine.utils.errors import RunError
 
 
-class StageError(RuntimeError):
+class StageError(RunError):
     """A command ended with an error, which it has printed itself, or its log holds."""
 
 
@@ -85,20 +83,15 @@ class Stages:
         self.seconds[name or module] = round(time.monotonic() - started, 1)
 
 
-def end_with_parent() -> None:
-    """For a child that was just forked: SIGTERM when the thread that waits for it is gone, killed or not."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def last_line(log: Path) -> str:
     """The last line of a log that says something."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
 
 
-def together(stages: Stages, jobs: Sequence[Callable[[], None]], at_once: int = 2) -> None:
-    """Run ``jobs``, ``at_once`` at a time; if one fails, the others end."""
-    with ThreadPoolExecutor(at_once) as pool:
+def run_parallel(stages: Stages, jobs: Sequence[Callable[[], None]], max_workers: int = 2) -> None:
+    """Run ``jobs``, ``max_workers`` at a time; if one fails, the others end."""
+    with ThreadPoolExecutor(max_workers) as pool:
         waiting = [pool.submit(job) for job in jobs]
         try:
             done, _ = wait(waiting, return_when=FIRST_EXCEPTION)

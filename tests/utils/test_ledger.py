@@ -20,6 +20,11 @@ from tests.support import ROOT
 INPUTS = {"target": "abc", "max_length": 512, "thinking": None}
 
 
+def partial_of(path: Path) -> Path:
+    """Where ``files.atomic_write`` of this process writes first."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
 def open_ledger(out: Path, **changed: Any) -> Ledger:
     return Ledger([out], "test", INPUTS | changed)
 
@@ -108,7 +113,7 @@ def test_overwriting_keeps_the_old_result_and_continues_after_a_kill(tmp_path: P
     assert [begin("a", "b", target="x"), begin("c", target="x")] == [0, 2]
     assert begin("d", target="y") == 0, "rows of other inputs are discarded"
     assert {name: (tmp_path / name).read_bytes() for name in old} == old
-    (tmp_path / ".out.jsonl.dropped.jsonl.new").symlink_to("/dev/full")
+    partial_of(tmp_path / "out.jsonl.dropped.jsonl").symlink_to("/dev/full")
     atomic_write = Ledger([out], "test", INPUTS | {"target": "y"}, overwrite=True)
     with atomic_write, pytest.raises(LedgerError, match="No space left"):
         atomic_write.drop("file", 1, "odd", "")
@@ -187,10 +192,10 @@ def test_rows_come_in_the_order_of_their_places(tmp_path: Path) -> None:
     assert (tmp_path / "out.jsonl").read_bytes() == b"1\n3\n5\n"
 
 
-@pytest.mark.parametrize("name", [".out.jsonl.new", ".out.jsonl.dropped.jsonl.new", ".out.jsonl.summary.json.new"])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.dropped.jsonl", "out.jsonl.summary.json"])
 def test_a_full_disk_at_the_end_loses_nothing(tmp_path: Path, name: str) -> None:
     out = tmp_path / "out.jsonl"
-    (tmp_path / name).symlink_to("/dev/full")
+    partial_of(tmp_path / name).symlink_to("/dev/full")
     with open_ledger(out) as ledger:
         keep(ledger, *(str(number) for number in range(5000)))
         with pytest.raises(LedgerError, match=r"No space left on device.*the same command finishes the work"):
@@ -260,10 +265,10 @@ def test_a_job_whose_files_could_not_be_written_finishes_without_its_rows_twice(
         keep(opened, *(str(number) for number in range(50)))
         return {"rows_in": 50}
 
-    (tmp_path / ".out.new").mkdir()
+    partial_of(tmp_path / "out").mkdir()
     with pytest.raises(LedgerError, match="the same command finishes the work"):
         perform(ledger, once)
-    (tmp_path / ".out.new").rmdir()
+    partial_of(tmp_path / "out").rmdir()
     assert perform(Ledger([out], command, {}), once).startswith("50 rows read, 50 kept")
     assert work["calls"] == 1 and len(out.read_text().splitlines()) == 50
 
