@@ -3,7 +3,7 @@
     python -m specforge_dspine.evaluate --draft DIR --target DIR --sets humaneval mt-bench gsm8k=FILE --out DIR
         [--server URL] [--temperature 0 1] [--top-p P] [--top-k K] [--max-new-tokens N] [--limit N] [--seed N]
 
-``--draft``: an export of either flavor, or another's DFlash. ``--sets``: see evaluation/benchmarks.py. The target
+``--draft``: an export in either layout, or another's DFlash. ``--sets``: see evaluation/benchmarks.py. The target
 verifies in this process (transformers, with its KV cache), or through ``--server``, an SGLang server with our capture
 plugin, which takes prefix and block anew in every round. Greedy decoding of a ``captured=DIR`` set replays the
 target's answers from there; ``--live N`` decodes N of them for real as well and demands the same rounds.

@@ -1,10 +1,13 @@
-"""Export a trained draft, and read exported ones back.
+"""Export a trained draft, or convert one between layouts.
 
     python -m specforge_dspine.export --run DIR --to sglang|specforge --out DIR [--dtype bfloat16]
-    python -m specforge_dspine.export --reference DIR --to sglang|specforge --out DIR [--dtype bfloat16]
+    python -m specforge_dspine.export --draft DIR --to sglang|specforge --out DIR [--dtype bfloat16]
 
-Weights are cast once, by default to the recipe's dtype (for a reference checkpoint: its own); the code table stays
-float32. After that cast the round trip is bit-exact. Writing verifies what was written; reading is strict.
+``--run`` is the output_dir of a training run. ``--draft`` is a draft on disk: an export, SpecForge's own DSpine, a
+plain DFlash, or the reference layout (``codes`` in transfer.safetensors).
+
+Weights are cast once, by default to the recipe's dtype (of a draft: its own); the code table stays float32. After
+that cast the round trip is bit-exact. Writing verifies what was written; reading is strict.
 """
 
 from __future__ import annotations
@@ -16,11 +19,9 @@ from typing import Literal
 import torch
 import yaml
 from pydantic import model_validator
-from torch import Tensor
 from transformers import Qwen3Config
 
-from specforge_dspine.formats.reader import read_checkpoint
-from specforge_dspine.formats.third_party import read_reference
+from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.formats.writer import DTYPES, write_checkpoint
 from specforge_dspine.modeling.config import settings_of
 from specforge_dspine.training.run_checkpoints import marked_best, newest_complete, read_state
@@ -29,14 +30,22 @@ from specforge_dspine.utils.errors import CheckpointError
 from specforge_dspine.utils.files import read_json
 
 
-def read_run(run: Path, checkpoint: str) -> tuple[dict[str, Tensor], Qwen3Config, torch.dtype]:
-    """A complete checkpoint of a run: its draft tensors, the draft's config and the recipe's dtype.
+def export_run(
+    run: Path, layout: str, out: Path, dtype: torch.dtype | None = None, *, checkpoint: str = "best"
+) -> str:
+    """Write a checkpoint of a run into the folder ``out``, replacing an earlier export; return the checkpoint's name.
 
-    ``checkpoint``: "best" on held-out samples (the newest where none is marked), or "newest".
+    Args:
+        run: output_dir of the run.
+        layout: "sglang" or "specforge".
+        out: the folder to write.
+        dtype: of the weights; by default the recipe's.
+        checkpoint: "best" on held-out samples (the newest where none is marked), or "newest".
 
     Raises:
-        CheckpointError: the folder holds no run, or no complete checkpoint yet.
+        CheckpointError: the folder holds no run or no complete checkpoint, or as ``write_checkpoint``.
     """
+    run = Path(run)
     try:
         config = Qwen3Config.from_dict(read_json(run / "draft_config.json"))
         recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
@@ -45,40 +54,21 @@ def read_run(run: Path, checkpoint: str) -> tuple[dict[str, Tensor], Qwen3Config
         folder = folder or newest_complete(run, recipe["run_id"])
         if folder is None:
             raise ValueError("none was written yet")
-        print(f"checkpoint: {folder.name}", flush=True)
-        return read_state(folder)["draft_state_dict"], config, DTYPES[recipe["model"]["torch_dtype"]]
+        tensors = read_state(folder)["draft_state_dict"]
+        dtype, target = dtype or DTYPES[recipe["model"]["torch_dtype"]], recipe["model"]["target_model_path"]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{run}: not a run with a complete checkpoint ({error})") from error
-
-
-def export_run(
-    run: Path, flavor: str, out: Path, dtype: torch.dtype | None = None, *, checkpoint: str = "best"
-) -> None:
-    """Write a checkpoint of ``run`` (``read_run`` says which) as ``flavor`` into the folder ``out``, replacing an
-    earlier export.
-
-    Raises:
-        CheckpointError: something is missing, not finite or contradictory, by name; nothing is written then.
-    """
-    tensors, config, trained = read_run(Path(run), checkpoint)
-    write_checkpoint(tensors, config, flavor, out, dtype or trained)
-
-
-def convert_reference(folder: Path, flavor: str, out: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a checkpoint in the reference layout (``reference.py``) as ``flavor`` into the folder ``out``.
-
-    Raises:
-        CheckpointError: as ``export_run``.
-    """
-    tensors, config = read_reference(Path(folder))
-    write_checkpoint(tensors, config, flavor, out, dtype or tensors["fc.weight"].dtype)
+    # A folder's name is the model's; its path is of no use to others.
+    base_model = Path(target).name if Path(target).is_absolute() or Path(target).is_dir() else target
+    write_checkpoint(tensors, config, layout, out, dtype, base_model=base_model)
+    return folder.name
 
 
 class ExportOptions(Options):
     """Where the draft comes from, and how it is written."""
 
     run: Path | None = option("output_dir of a training run", default=None)
-    reference: Path | None = option("checkpoint in the reference layout", default=None)
+    draft: Path | None = option("a draft on disk, in any known layout", default=None)
     checkpoint: Literal["best", "newest"] = option("of the run: best on held-out samples, or newest", default="best")
     to: Literal["sglang", "specforge"] = option("layout to write")
     out: Path = option("folder to write")
@@ -88,28 +78,35 @@ class ExportOptions(Options):
 
     @model_validator(mode="after")
     def _one_source(self) -> ExportOptions:
-        if (self.run is None) == (self.reference is None):
-            raise ValueError("give exactly one of --run and --reference")
+        if (self.run is None) == (self.draft is None):
+            raise ValueError("give exactly one of --run and --draft")
         return self
 
 
 def export(options: ExportOptions) -> str:
-    """Do what the command line says; returns a sentence about the result.
+    """Do what the command line says; return a sentence about the result.
 
     Raises:
-        CheckpointError: as ``export_run``.
+        CheckpointError: the source is no complete run or draft, or as ``write_checkpoint``.
     """
     dtype = DTYPES[options.dtype] if options.dtype else None
     if options.run is not None:
-        export_run(options.run, options.to, options.out, dtype, checkpoint=options.checkpoint)
-    elif options.reference is not None:
-        convert_reference(options.reference, options.to, options.out, dtype)
-    settings = settings_of(read_checkpoint(options.out)[1])
-    return f"wrote and verified {options.out}: {options.to} layout, r={settings.transfer_rank}, K={settings.top_k}"
+        name = export_run(options.run, options.to, options.out, dtype, checkpoint=options.checkpoint)
+        source = f"checkpoint: {name}"
+    else:
+        assert options.draft is not None
+        draft = load_draft(options.draft)
+        write_checkpoint(draft.tensors, draft.config, options.to, options.out, dtype or draft.dtype)
+        source = f"from the {draft.layout} layout"
+    settings = settings_of(load_draft(options.out).config)
+    return (
+        f"wrote and verified {options.out}: {options.to} layout, {source}, "
+        f"r={settings.transfer_rank}, K={settings.top_k}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     return run_command(Command(ExportOptions, export), argv, module="specforge_dspine.export", doc=__doc__)
 
 

@@ -24,7 +24,7 @@ from accelerate.utils import set_seed
 from specforge.distributed import destroy_distributed, init_distributed
 
 from specforge_dspine.export import export_run
-from specforge_dspine.formats.config_json import FLAVORS, refuse_unservable
+from specforge_dspine.formats.config_json import LAYOUTS, refuse_unservable
 from specforge_dspine.streaming.client import CaptureVerificationError, SGLangClient
 from specforge_dspine.streaming.server import ManagedServer, ManagedServerError
 from specforge_dspine.training import trainers as assembly
@@ -211,20 +211,20 @@ def run(recipe: Recipe, *, resume: bool) -> int:
 
 
 def export_all(recipe: Recipe) -> None:
-    """The best checkpoint, or the newest, in every flavor that can serve this variant, below the run's directory.
+    """The best checkpoint, or the newest, in every layout that can serve this variant, below the run's directory.
 
     Raises:
         CheckpointError: as ``export_run``.
     """
-    for flavor in FLAVORS:
+    for layout in LAYOUTS:
         try:
-            refuse_unservable(flavor, recipe.dspine)
+            refuse_unservable(layout, recipe.dspine)
         except CheckpointError as error:
-            print(f"not exported as {flavor}: {error}", flush=True)
+            print(f"not exported as {layout}: {error}", flush=True)
             continue
-        out = recipe.run_dir / "export" / flavor
-        export_run(recipe.run_dir, flavor, out)
-        print(f"exported: {out}", flush=True)
+        out = recipe.run_dir / "export" / layout
+        checkpoint = export_run(recipe.run_dir, layout, out)
+        print(f"exported: {out} (checkpoint: {checkpoint})", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

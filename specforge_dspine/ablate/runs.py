@@ -29,7 +29,7 @@ from specforge_dspine.utils.stages import Stages
 from specforge_dspine.utils.versions import VERSION, installed
 
 INPUTS, SPEED = "inputs.json", "speed.json"
-FLAVOR = "specforge"  # every variant has it, and it is the last that a run exports
+LAYOUT = "specforge"  # every variant has it, and it is the last that a run exports
 OWN = {  # what a recipe says of a run alone, or of a place: not the ablation's inputs
     "": ("run_id", "output_dir"),
     "training": ("seed",),
@@ -45,7 +45,7 @@ class Place:
         self.variant, self.seed = variant, seed
         self.folder = out / variant / f"seed{seed}"
         self.run, self.evaluation = self.folder / "run", self.folder / "evaluation"
-        self.draft = self.run / "export" / FLAVOR
+        self.draft = self.run / "export" / LAYOUT
 
     @property
     def trained(self) -> bool:

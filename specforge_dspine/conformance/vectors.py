@@ -108,7 +108,7 @@ class Vectors:
         tensors |= {TABLE: codes, READY: torch.tensor(True)}
         with tempfile.TemporaryDirectory() as folder:
             write_checkpoint(tensors, config, "sglang", Path(folder) / "draft", self.dtype)
-            return load_draft(Path(folder) / "draft")
+            return load_draft(Path(folder) / "draft").to_model()
 
     def candidates(self, name: str) -> Tensor:
         """The file's top-K sets [.., K] to compute with. An impossible id becomes a possible one: its own check

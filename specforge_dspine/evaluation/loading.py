@@ -9,28 +9,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specforge_dspine.formats.config_json import CONFIG, integer, section
-from specforge_dspine.formats.reader import load_dflash, load_draft
+from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.transfer_space import build_transfer_space
-from specforge_dspine.modeling.vocabulary import emittable
 from specforge_dspine.streaming.record import TargetIdentity
-from specforge_dspine.utils.files import read_json
 from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.versions import VERSION, installed
 
 
 def open_draft(folder: Path, tokenizer: PreTrainedTokenizerBase) -> DSpineDraftModel:
-    """An export of ours, of either flavor, or a DFlash draft of somebody else.
+    """An export of ours, in either layout, or a draft of somebody else.
 
     Raises:
         CheckpointError: it is neither, or damaged, by name.
     """
-    payload = read_json(folder / CONFIG)
-    if "dspine_config" in payload or "dflash_config" not in payload:
-        return load_draft(folder)
-    mask = integer(section(payload, "dflash_config"), "mask_token_id", "dflash_config.")
-    return load_dflash(folder, emittable(tokenizer, integer(payload, "vocab_size"), mask))
+    return load_draft(folder, tokenizer=tokenizer).to_model()
 
 
 def untrained_like(draft: DSpineDraftModel, head: Tensor, seed: int = 0) -> DSpineDraftModel:

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: config.json, reading, writing, and the layouts of others."""
+"""Drafts on disk: configuration, reading in every known layout, writing."""

@@ -1,11 +1,11 @@
-"""Checkpoint formats: the draft's tensors, the two flavors of config.json, and what each must hold.
+"""config.json of the two layouts that are written.
 
     specforge   architectures ["DSpineDraftModel"]; loads with DSpineDraftModel.from_pretrained
     sglang      architectures ["DFlashDraftModel"] and dflash_config.selected_prefix_code_bridge, which makes the
                 serving plugin load it as DSpine; a variant without injection has no bridge and is a plain DFlash
 
-``SGLANG_LAYOUT`` is the one table to correct when a released checkpoint can be read: the bridge's own keys and
-the file layout of that flavor are not published.
+``SGLANG_LAYOUT`` is the one table to correct when a released checkpoint can be read: neither the bridge's own keys
+nor the files of that layout are published.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from specforge_dspine.modeling.state_dict import TABLE, expected_shapes
 from specforge_dspine.utils.errors import CheckpointError, InvalidFileError
 from specforge_dspine.utils.files import read_json
 
-FLAVORS = ("sglang", "specforge")
 BRIDGE = "selected_prefix_code_bridge"
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
-# What a reader would otherwise fill in from its own defaults, silently.
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -39,7 +37,8 @@ SIZES = (
     "block_size",
     "num_target_layers",
 )
-# Keys of transformers' base class that say nothing about a draft, and code that is not shipped.
+"""Keys that a reader would otherwise fill in from its own defaults, silently."""
+
 DROPPED = (
     "auto_map",
     "_name_or_path",
@@ -53,27 +52,15 @@ DROPPED = (
     "problem_type",
     "return_dict",
 )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or no JSON object.
-    """
-    try:
-        return read_json(folder / CONFIG)
-    except InvalidFileError as error:
-        raise CheckpointError(str(error)) from error
+"""Keys of transformers' base class that say nothing about a draft, and code that is not shipped."""
 
 
 class Layout(NamedTuple):
-    """A flavor on disk: its architecture name; the bridge's keys → the DSpineSettings fields they hold; the file
-    and name of the code table, everything else being in ``WEIGHTS`` under our own names."""
+    """What distinguishes a layout on disk. All tensors but the code table are in ``WEIGHTS`` under our names."""
 
     architecture: str
-    bridge: dict[str, str] | None
-    table: tuple[str, str] = (WEIGHTS, TABLE)
+    bridge: dict[str, str] | None  # keys of the bridge -> the fields of DSpineSettings that they hold
+    table: tuple[str, str] = (WEIGHTS, TABLE)  # file and tensor name of the code table
 
 
 # vLLM names the sizes transfer_dim and message_dim; the rest is our reading. UNVERIFIED against the released plugin.
@@ -84,14 +71,27 @@ SGLANG_LAYOUT = Layout(
 LAYOUTS = {"sglang": SGLANG_LAYOUT, "specforge": Layout(ARCHITECTURE, None)}
 
 
-def flavour_config(payload: dict[str, Any], config: Any, flavor: str, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of ``flavor`` from the draft's own config (``payload`` is its dictionary)."""
-    refuse_unservable(flavor, settings_of(config))
-    layout, settings = LAYOUTS[flavor], settings_of(config)
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing or no JSON object.
+    """
+    try:
+        return read_json(folder / CONFIG)
+    except InvalidFileError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def layout_config(payload: dict[str, Any], config: Any, layout: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return config.json of ``layout`` for the draft's own ``config``; ``payload`` is its dictionary."""
+    settings = settings_of(config)
+    refuse_unservable(layout, settings)
+    architecture, bridge, _ = LAYOUTS[layout]
     theta = rope_theta(config)
     out = {key: value for key, value in payload.items() if key not in DROPPED}
     out |= {
-        "architectures": [layout.architecture],
+        "architectures": [architecture],
         "model_type": "qwen3",
         "dtype": str(dtype).removeprefix("torch."),
         "is_causal": settings.causal,
@@ -102,46 +102,55 @@ def flavour_config(payload: dict[str, Any], config: Any, flavor: str, dtype: tor
         | {"block_size": config.block_size, "causal": settings.causal},
     }
     out["dflash_config"].pop(BRIDGE, None)
-    if layout.bridge is not None and settings.injection:
-        out["dflash_config"][BRIDGE] = {key: getattr(settings, field) for key, field in layout.bridge.items()}
+    if bridge is not None and settings.injection:
+        out["dflash_config"][BRIDGE] = {key: getattr(settings, field) for key, field in bridge.items()}
     return out
 
 
-def refuse_unservable(flavor: str, settings: DSpineSettings) -> None:
-    """An engine that finds the bridge refines, and one that finds none serves a plain DFlash: no third way.
+def refuse_unservable(layout: str, settings: DSpineSettings) -> None:
+    """Refuse a variant that ``layout`` cannot express: an engine refines exactly where it finds the bridge.
 
     Raises:
-        CheckpointError: ``flavor`` has no way to say what this variant is.
+        CheckpointError: the variant has injection but no refinement, and the layout has a bridge.
     """
-    if LAYOUTS[flavor].bridge is not None and settings.injection and not settings.refinement:
+    if LAYOUTS[layout].bridge is not None and settings.injection and not settings.refinement:
         raise CheckpointError(
-            f"refinement is off in this draft, and an engine that serves the {flavor} flavor with injection always "
+            f"refinement is off in this draft, and an engine that serves the {layout} layout with injection always "
             "refines; export it as specforge"
         )
 
 
 def without_readouts(tensors: Mapping[str, Tensor], config: Any) -> tuple[dict[str, Tensor], Any]:
-    """A draft without injection as the plain DFlash that it decodes as: the readouts served its training alone."""
+    """Return a draft without injection as the plain DFlash that it decodes as; the readouts served its training."""
     plain = type(config).from_dict(config.to_dict())
     plain.dspine_config = dict(plain.dspine_config) | {"alignment": "off"}
     return {name: tensors[name] for name in expected_shapes(plain)}, plain
 
 
-def check_config(payload: Mapping[str, Any]) -> str:
-    """The flavor of a config.json, everything being present that an engine would otherwise guess.
+def layout_of(payload: Mapping[str, Any]) -> str:
+    """Return the layout that ``architectures`` names.
+
+    Raises:
+        CheckpointError: it names none that is known.
+    """
+    architectures = payload.get("architectures")
+    for name, layout in LAYOUTS.items():
+        if architectures == [layout.architecture]:
+            return name
+    known = [layout.architecture for layout in LAYOUTS.values()]
+    raise CheckpointError(f"architectures={architectures}: expected one of {known}")
+
+
+def check_config(payload: Mapping[str, Any]) -> None:
+    """Check that a config.json holds everything that an engine would otherwise guess.
 
     Raises:
         CheckpointError: a missing or contradictory key, bridge or flag, or an id out of range, by name.
     """
-    architectures = payload.get("architectures")
-    flavors = [name for name, layout in LAYOUTS.items() if architectures == [layout.architecture]]
-    if not flavors:
-        known = [layout.architecture for layout in LAYOUTS.values()]
-        raise CheckpointError(f"architectures={architectures}: expected one of {known}")
-    dflash = section(payload, "dflash_config")
-    check_sizes(payload)
-    check_ids(payload, dflash)
-    ours = section(payload, "dspine_config")
+    layout = layout_of(payload)
+    dflash, ours = section(payload, "dflash_config"), section(payload, "dspine_config")
+    _check_sizes(payload)
+    _check_ids(payload, dflash, ours)
     for name, value, engine in (
         ("is_causal", payload.get("is_causal"), "SGLang"),
         ("dflash_config.causal", dflash.get("causal"), "vLLM"),
@@ -156,12 +165,11 @@ def check_config(payload: Mapping[str, Any]) -> str:
         raise CheckpointError(
             f"dflash_config.block_size={dflash.get('block_size')} differs from block_size={payload['block_size']}"
         )
-    check_bridge(flavors[0], dflash, ours)
-    return flavors[0]
+    _check_bridge(layout, dflash, ours)
 
 
 def section(payload: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A nested section of a config.json.
+    """Return a nested section of a config.json.
 
     Raises:
         CheckpointError: it is missing, or no section.
@@ -173,7 +181,7 @@ def section(payload: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def integer(payload: Mapping[str, Any], name: str, path: str = "") -> int:
-    """A whole number of a config.json.
+    """Return a whole number of a config.json.
 
     Raises:
         CheckpointError: it is missing, or something else.
@@ -181,17 +189,40 @@ def integer(payload: Mapping[str, Any], name: str, path: str = "") -> int:
     value = payload.get(name)
     if value is None:
         raise CheckpointError(f"{path}{name} is missing from config.json")
-    if isinstance(value, bool) or not isinstance(value, int):
+    if type(value) is not int:
         raise CheckpointError(f"{path}{name}={value!r} is not a whole number")
     return value
 
 
-def check_sizes(payload: Mapping[str, Any]) -> None:
-    """Sizes, layer types, norms and RoPE are all there.
+def mask_token(payload: Mapping[str, Any]) -> int:
+    """Return the id of the mask token.
 
     Raises:
-        CheckpointError: with the key's name.
+        CheckpointError: it is missing, or outside of the vocabulary.
     """
+    mask_id = integer(section(payload, "dflash_config"), "mask_token_id", "dflash_config.")
+    vocab = integer(payload, "vocab_size")
+    if not 0 <= mask_id < vocab:
+        raise CheckpointError(f"dflash_config.mask_token_id={mask_id} is outside the vocabulary of {vocab} rows")
+    return mask_id
+
+
+def parse_settings(values: Mapping[str, Any]) -> DSpineSettings:
+    """Return ``dspine_config`` of a config.json, checked.
+
+    Raises:
+        CheckpointError: a missing, unknown or wrong key, by name.
+    """
+    try:
+        return DSpineSettings.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise CheckpointError(f"dspine_config.{name}={problem['input']!r}: {problem['msg']}") from error
+
+
+def _check_sizes(payload: Mapping[str, Any]) -> None:
+    """Sizes, layer types, norms and RoPE."""
     for name in SIZES:
         integer(payload, name)
     for name in ("rms_norm_eps", "rope_theta"):
@@ -206,62 +237,38 @@ def check_sizes(payload: Mapping[str, Any]) -> None:
         )
 
 
-def check_ids(payload: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
-    """The mask, the tapped layers, and the ids that decoding excludes are in range.
-
-    Raises:
-        CheckpointError: with the key's name.
-    """
-    vocab, layers = payload["vocab_size"], payload["num_target_layers"]
-    mask_id = integer(dflash, "mask_token_id", "dflash_config.")
-    if not 0 <= mask_id < vocab:
-        raise CheckpointError(f"dflash_config.mask_token_id={mask_id} is outside the vocabulary of {vocab} rows")
+def _check_ids(payload: Mapping[str, Any], dflash: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """The mask, the tapped layers, and the ids that decoding excludes."""
+    mask_token(payload)
+    layers = payload["num_target_layers"]
     ids: Any = dflash.get("target_layer_ids")
-    whole = isinstance(ids, list) and bool(ids) and all(type(k) is int for k in ids)
-    if not whole or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= layers - 2:
+    is_list = isinstance(ids, list) and bool(ids) and all(type(k) is int for k in ids)
+    if not is_list or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= layers - 2:
         raise CheckpointError(f"dflash_config.target_layer_ids={ids}: increasing ids in 0..{layers - 2} are needed")
-    ours = section(payload, "dspine_config")
     if missing := [name for name in DSpineSettings.model_fields if name not in ours]:
         raise CheckpointError(f"dspine_config lacks {', '.join(missing)}")
     integer(ours, "valid_vocab_size", "dspine_config.")
     settings = parse_settings(ours)
     try:
-        check_vocabulary(settings, vocab)
+        check_vocabulary(settings, payload["vocab_size"])
     except ValueError as error:
         raise CheckpointError(f"dspine_config: {error}") from error
 
 
-def parse_settings(values: Mapping[str, Any]) -> DSpineSettings:
-    """``dspine_config`` of a config.json.
-
-    Raises:
-        CheckpointError: a missing, unknown or wrong key, by name.
-    """
-    try:
-        return DSpineSettings.model_validate(values)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = ".".join(map(str, problem["loc"]))
-        raise CheckpointError(f"dspine_config.{name}={problem['input']!r}: {problem['msg']}") from error
-
-
-def check_bridge(flavor: str, dflash: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """The bridge is there and agrees with ``dspine_config``; or the flavor has none.
-
-    Raises:
-        CheckpointError: with the bridge's key.
-    """
-    bridge, found = LAYOUTS[flavor].bridge, dflash.get(BRIDGE)
-    if bridge is None or not settings["injection"]:
-        if found is not None:
+def _check_bridge(layout: str, dflash: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """The bridge agrees with ``dspine_config``, or the layout has none."""
+    expected, bridge = LAYOUTS[layout].bridge, dflash.get(BRIDGE)
+    if expected is None or not settings["injection"]:
+        if bridge is not None:
             raise CheckpointError(
-                f"dflash_config.{BRIDGE} belongs to the sglang flavor of drafts with injection, not to this one"
+                f"dflash_config.{BRIDGE} belongs to the sglang layout of drafts with injection, not to this one"
             )
         return
-    if not isinstance(found, Mapping):
+    if not isinstance(bridge, Mapping):
         raise CheckpointError(f"dflash_config.{BRIDGE} is missing: the engine would serve a plain DFlash draft")
-    for key, field in bridge.items():
-        if found.get(key) != settings[field]:
+    for key, field in expected.items():
+        value, wanted = bridge.get(key), settings[field]
+        if value != wanted:
             raise CheckpointError(
-                f"dflash_config.{BRIDGE}.{key}={found.get(key)!r} contradicts dspine_config.{field}={settings[field]}"
+                f"dflash_config.{BRIDGE}.{key}={value!r} contradicts dspine_config.{field}={wanted}"
             )

@@ -1,130 +1,90 @@
-"""Files of a checkpoint, and two layouts beside the flavors that we write: "reference", and DFlash of others.
+"""Configurations of drafts that this package did not write, completed to our form.
 
-    model.safetensors      the draft's tensors, named as ours, without the two buffers
-    transfer.safetensors   ``codes`` C [V, r]
-    config.json            as in formats.py, perhaps under a ``config`` key, without all of its flags
-
-``read_reference`` brings such a folder into our form: ``export`` then verifies and writes it like any other draft.
-A DFlash draft that somebody else trained has the same names without injection and table, and a config.json without
-``dspine_config``; ``read_dflash`` completes it for comparisons.
+reference   ``codes`` C [V, r] in transfer.safetensors, no buffers in model.safetensors; config.json perhaps under
+            a ``config`` key, without all flags
+dflash      a plain DFlash: no injection, no table, no ``dspine_config``
+specforge   SpecForge's own DSpine: our tensors, and a ``dspine_config`` of its own eleven keys only
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import PreTrainedTokenizerBase
 
-from specforge_dspine.formats.config_json import (
-    WEIGHTS,
-    check_config,
-    integer,
-    parse_settings,
-    read_config,
-    section,
-)
+from specforge_dspine.formats.config_json import LAYOUTS, integer, mask_token, parse_settings, section
 from specforge_dspine.modeling.config import ARCHITECTURE, DSpineSettings
-from specforge_dspine.modeling.state_dict import READY, TABLE, check_tensors
+from specforge_dspine.modeling.state_dict import READY, TABLE
+from specforge_dspine.modeling.vocabulary import emittable
 from specforge_dspine.utils.errors import CheckpointError
 
 REFERENCE_TABLE = ("transfer.safetensors", "codes")
+SPECFORGE_KEYS = {
+    "transfer_rank",
+    "message_size",
+    "top_k",
+    "ce_weight",
+    "alignment_weight",
+    "alignment_warmup_steps",
+    "replacement_layers",
+    "replacement_probability",
+    "replacement_hold_ratio",
+    "replacement_end_ratio",
+    "candidate_mass_threshold",
+}
+"""``dspine_config`` as SpecForge writes it; the other fields of ``DSpineSettings`` are this package's own."""
+
+PLAIN_DFLASH = {
+    "transfer_rank": 1,  # of a space that it does not have
+    "message_size": 1,
+    "replacement_layers": 0,
+    "injection": False,
+    "refinement": False,
+    "curriculum": False,
+    "alignment": "off",
+}
 
 
-def read_tensors(folder: Path, table: tuple[str, str] | None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint under our names; ``table`` is the file and name of the code table, if it has one.
+def lacks_our_keys(payload: Mapping[str, Any]) -> bool:
+    """Does ``dspine_config`` hold SpecForge's keys alone? A draft of ours that lost a key has others left."""
+    ours = DSpineSettings.model_fields.keys() - SPECFORGE_KEYS
+    settings = payload.get("dspine_config")
+    return isinstance(settings, Mapping) and not ours & settings.keys()
+
+
+def complete_config(
+    payload: Mapping[str, Any], layout: str, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
+    """Return config.json with everything that its writer left to a reader's defaults, still to be checked.
+
+    Args:
+        payload: the config.json.
+        layout: of the checkpoint. The blocks of "dflash" are bidirectional unless the config says otherwise.
+        tokenizer: the target's. Without it the mask is the only id that decoding excludes, unless the config names
+            others.
 
     Raises:
-        CheckpointError: a file or the table is missing, or a file is damaged.
+        CheckpointError: a key that cannot be completed is missing or wrong, by name.
     """
-    tensors: dict[str, Tensor] = {}
-    for each in dict.fromkeys((WEIGHTS, table[0] if table else WEIGHTS)):
-        try:
-            tensors |= load_file(folder / each)
-        except OSError as error:
-            raise CheckpointError(f"{folder / each} cannot be read: {error}") from error
-        except SafetensorError as error:
-            raise CheckpointError(f"{folder / each} is damaged: {error}") from error
-    if table is None:
-        return tensors
-    if table[1] not in tensors:
-        raise CheckpointError(f"missing tensors: {table[1]} (in {table[0]})")
-    tensors[TABLE] = tensors.pop(table[1])
-    return tensors
-
-
-def read_reference(folder: Path) -> tuple[dict[str, Tensor], Qwen3Config]:
-    """Tensors and config of a draft in the reference layout, in our form.
-
-    Ids that the target never emits are not part of that layout: unless its config names them, only the mask is
-    excluded in decoding.
-
-    Raises:
-        CheckpointError: a file, tensor or key is missing or wrong, by name.
-    """
-    payload = read_config(folder)
-    payload = dict(payload.get("config", payload))
-    tensors = read_tensors(folder, REFERENCE_TABLE)
-    codes = tensors[TABLE]
-    if codes.dtype not in (torch.float32, torch.float64):
-        raise CheckpointError(f"{'/'.join(REFERENCE_TABLE)} is {codes.dtype}, and must be float32")
-    tensors |= {TABLE: codes.float(), READY: torch.tensor(True)}
-    if payload.get("is_causal") is False:
+    dflash, mask_id, vocab = section(payload, "dflash_config"), mask_token(payload), integer(payload, "vocab_size")
+    excluded, valid = ([mask_id], vocab) if tokenizer is None else emittable(tokenizer, vocab, mask_id)
+    settings: dict[str, Any] = {"excluded_ids": excluded, "valid_vocab_size": valid}
+    if layout == "dflash":
+        settings |= PLAIN_DFLASH | {"causal": payload.get("is_causal", dflash.get("causal", False))}
+    elif payload.get("is_causal") is False:
         raise CheckpointError("is_causal is false: not a DSpine draft, whose blocks are causal")
-
-    dflash = dict(section(payload, "dflash_config"))
-    mask_id = integer(dflash, "mask_token_id", "dflash_config.")
-    given = {"excluded_ids": [mask_id], "valid_vocab_size": integer(payload, "vocab_size")}
-    settings = parse_settings(given | dict(section(payload, "dspine_config")))
-    return tensors, completed(payload, dflash, settings.model_dump(mode="json"))
-
-
-def read_dflash(folder: Path, emittable: tuple[list[int], int]) -> tuple[dict[str, Tensor], Qwen3Config]:
-    """Tensors and config of a plain DFlash draft in our form.
-
-    Blocks are bidirectional unless its config says otherwise. ``emittable``: the ids below the second number that the
-    target never generates, and the rows that its tokenizer reaches.
-
-    Raises:
-        CheckpointError: a file, tensor or key is missing or wrong, by name.
-    """
-    payload = read_config(folder)
-    dflash = dict(section(payload, "dflash_config"))
-    settings = DSpineSettings(
-        transfer_rank=1,  # of a space that it has not got
-        message_size=1,
-        replacement_layers=0,
-        causal=payload.get("is_causal", dflash.get("causal", False)),
-        injection=False,
-        refinement=False,
-        curriculum=False,
-        alignment="off",
-        excluded_ids=tuple(sorted({integer(dflash, "mask_token_id", "dflash_config."), *emittable[0]})),
-        valid_vocab_size=emittable[1],
-    )
-    config = completed(payload, dflash, settings.model_dump(mode="json"))
-    tensors = read_tensors(folder, None)
-    check_tensors(tensors, config)
-    return tensors, config
-
-
-def completed(payload: Mapping[str, Any], dflash: Mapping[str, Any], settings: dict[str, Any]) -> Qwen3Config:
-    """The config with what its writer left to a reader's defaults, checked.
-
-    Raises:
-        CheckpointError: a key is missing or wrong, by name.
-    """
+    else:
+        settings |= section(payload, "dspine_config")
+    settings = parse_settings(settings).model_dump(mode="json")
     block_size = payload.get("block_size", dflash.get("block_size"))
-    theta = (payload.get("rope_parameters") or {}).get("rope_theta", payload.get("rope_theta"))
     rope: dict[str, Any] = payload.get("rope_parameters") or {"rope_type": "default"}
+    theta = rope.get("rope_theta", payload.get("rope_theta"))
     layers = ["full_attention"] * integer(payload, "num_hidden_layers")
-    whole = dict(payload) | {
-        "architectures": [ARCHITECTURE],
+    return dict(payload) | {
+        "architectures": payload.get("architectures") if layout in LAYOUTS else [ARCHITECTURE],
         "block_size": block_size,
         "is_causal": settings["causal"],
         "layer_types": payload.get("layer_types", layers),
@@ -133,5 +93,15 @@ def completed(payload: Mapping[str, Any], dflash: Mapping[str, Any], settings: d
         "dflash_config": dict(dflash) | {"block_size": block_size, "causal": settings["causal"]},
         "dspine_config": settings,
     }
-    check_config(whole)  # before transformers fills in what is missing
-    return Qwen3Config.from_dict(whole)
+
+
+def complete_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a reference checkpoint with the two buffers, the table C [V, r] in float32.
+
+    Raises:
+        CheckpointError: the table was stored in fewer bits.
+    """
+    codes = tensors[TABLE]
+    if codes.dtype not in (torch.float32, torch.float64):
+        raise CheckpointError(f"{'/'.join(REFERENCE_TABLE)} is {codes.dtype}, and must be float32")
+    return tensors | {TABLE: codes.float(), READY: torch.tensor(True)}

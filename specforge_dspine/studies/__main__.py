@@ -5,7 +5,7 @@
     python -m specforge_dspine.studies timing --draft DIR --target DIR --heldout FEATURES --out DIR
         [--history K] [--anchors N] [--limit N] [--seed N] [--overwrite]
 
-``--draft``: an export of either flavor, or another's DFlash. FEATURES: folders of specforge_dspine.capture, the
+``--draft``: an export in either layout, or another's DFlash. FEATURES: folders of specforge_dspine.capture, the
 target's greedy answers with its states over them.
 
 ``readout`` fits a low-rank readout to every layer on the training samples and says how often its first choice is

@@ -1,4 +1,4 @@
-"""The evaluation of a trained draft: lossless, replayed as decoded, continued after a kill, from both flavors and
+"""The evaluation of a trained draft: lossless, replayed as decoded, continued after a kill, from both layouts and
 through a server; and reports made of it."""
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ DRAFTS = ("run/export/sglang", "run/export/specforge", "plain/export/sglang", "p
 
 
 def test_every_draft_gives_the_targets_own_answers(world: Path, tmp_path: Path) -> None:
-    """Both flavors, with injection and plain, trained and untrained; second turns follow the first answers."""
+    """Both layouts, with injection and plain, trained and untrained; second turns follow the first answers."""
     model = AutoModelForCausalLM.from_pretrained(world / "target", dtype=torch.float32).eval()
     answers, taus = [], {}
     for index, (draft, variant) in enumerate([*((draft, "draft") for draft in DRAFTS), (DRAFTS[0], "untrained")]):
@@ -105,7 +105,7 @@ def test_every_draft_gives_the_targets_own_answers(world: Path, tmp_path: Path) 
         answers.append([record["trace"]["ids"] for record in records])
         taus[draft, variant] = result_of(out)["temperatures"]["0"]["overall"]["tau"]
     assert all(each == answers[0] for each in answers)
-    assert taus[DRAFTS[0], "draft"] == taus[DRAFTS[1], "draft"], "the same draft in two flavors"
+    assert taus[DRAFTS[0], "draft"] == taus[DRAFTS[1], "draft"], "the same draft in two layouts"
     assert taus[DRAFTS[2], "draft"] == taus[DRAFTS[3], "draft"]
 
 

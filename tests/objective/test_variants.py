@@ -216,18 +216,18 @@ def test_refinement_without_injection_is_refused_with_its_section(world: Path, t
         check_recipe(document)
 
 
-def exported(name: str, flavor: str, out: Path) -> Any:
+def exported(name: str, layout: str, out: Path) -> Any:
     draft = make_model(dtype=torch.float32, **VARIANTS[name]).draft_model
     config = draft.config
     config.dspine_config = draft.settings.model_dump(mode="json") | {"excluded_ids": [63], "valid_vocab_size": 70}
-    write_checkpoint(draft.state_dict(), config, flavor, out, torch.float32)
+    write_checkpoint(draft.state_dict(), config, layout, out, torch.float32)
     return draft
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_survive_the_round_trip(name: str, tmp_path: Path) -> None:
     draft = exported(name, "specforge", tmp_path / "draft")
-    loaded = load_draft(tmp_path / "draft")
+    loaded = load_draft(tmp_path / "draft").to_model()
     assert loaded.settings.model_dump(exclude={"excluded_ids", "valid_vocab_size"}) == draft.settings.model_dump(
         exclude={"excluded_ids", "valid_vocab_size"}
     )
@@ -238,7 +238,7 @@ def test_variants_survive_the_round_trip(name: str, tmp_path: Path) -> None:
 def test_a_draft_without_injection_is_served_as_plain_dflash(name: str, tmp_path: Path) -> None:
     """No bridge, no readouts, no table: nothing that a DFlash loader would not know."""
     draft = exported(name, "sglang", tmp_path / "draft")
-    loaded = load_draft(tmp_path / "draft")
+    loaded = load_draft(tmp_path / "draft").to_model()
     assert loaded.injection is None and "selected_prefix_code_bridge" not in loaded.config.dflash_config
     assert loaded.config.is_causal is (name != "DFlash")
     assert not any(key.startswith(("injection", "transfer")) for key in loaded.state_dict())

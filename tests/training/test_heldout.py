@@ -139,11 +139,11 @@ def test_a_run_looks_at_held_out_samples_marks_the_best_and_trains_the_same(worl
     assert best["step"] == next(line["step"] for line in heldout if line["eval/refined_tau"] == top)
     assert (run / "tiny-best").resolve().name == f"tiny-step{best['step']}"
 
-    exported = load_draft(run / "export" / "specforge").state_dict()
+    exported = load_draft(run / "export" / "specforge").tensors
     marked, newest = (read_state(run / f"tiny-step{step}")["draft_state_dict"] for step in (best["step"], 6))
     assert all(torch.equal(exported[name], marked[name]) for name in exported)
     export_run(run, "specforge", run / "newest", checkpoint="newest")
-    again = load_draft(run / "newest").state_dict()
+    again = load_draft(run / "newest").tensors
     assert all(torch.equal(again[name], newest[name]) for name in again)
 
     assert main(["--recipe", str(write_recipe(world, "plain", world / "heldout")), "heldout=null"]) == 0

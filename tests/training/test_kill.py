@@ -141,9 +141,9 @@ def test_killed_twenty_times_and_not_a_bit_lost(world: Path) -> None:
     assert best is not None
     kept = sorted({steps - 1, steps, best[0]})
     assert [folder.step for folder in checkpoint_folders(user.run)] == kept, "nothing is left over"
-    for flavor in ("sglang", "specforge"):
-        ours, theirs = (load_draft(run / "export" / flavor).state_dict() for run in (user.run, world / "whole"))
-        assert_equal(ours, theirs, flavor)
+    for layout in ("sglang", "specforge"):
+        ours, theirs = (load_draft(run / "export" / layout).tensors for run in (user.run, world / "whole"))
+        assert_equal(ours, theirs, layout)
 
 
 @pytest.mark.server

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specforge_dspine.formats.reader import read_checkpoint
+from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.formats.writer import write_checkpoint
 from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
@@ -262,7 +262,7 @@ def test_a_warm_start_keeps_the_drafts_shape_and_takes_the_recipes_settings(worl
 def test_a_warm_start_loads_the_drafts_weights_and_its_own_table(world: Path, checkpoint: Path) -> None:
     plan = resolve(world, model={"draft_checkpoint_path": str(checkpoint)})
     draft = build_model_bundle(plan.recipe.host, algorithm=plan.algorithm).draft_model
-    saved, _ = read_checkpoint(checkpoint)
+    saved = load_draft(checkpoint).tensors
     assert all(torch.equal(value, saved[name]) for name, value in draft.state_dict().items())
     assert draft.settings.ce_weight == 0.1
 

@@ -203,5 +203,5 @@ def test_export_takes_the_newest_complete_one(run: Path, tmp_path: Path, capsys:
     flip(run / "tiny-step6" / "training_state.pt", 0.5)
     assert export(["--run", str(run), "--to", "specforge", "--out", str(tmp_path / "out")]) == 0
     assert "tiny-step4 is used instead" in capsys.readouterr().out
-    weights = load_draft(tmp_path / "out").state_dict()
+    weights = load_draft(tmp_path / "out").tensors
     assert_equal(weights, dict(read_state(run / "tiny-step4")["draft_state_dict"]), "weights")

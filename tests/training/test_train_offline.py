@@ -84,8 +84,8 @@ def test_a_run_leaves_metrics_recipe_checkpoints_tensorboard_and_exports(finishe
     assert yaml.safe_load((finished / "recipe.yaml").read_text())["run_id"] == "tiny"
     assert (finished / "tiny-step2").is_dir() and (finished / "tiny-step4").is_dir()
     assert list(finished.rglob("events.out.tfevents*"))
-    for flavor in ("sglang", "specforge"):
-        draft = load_draft(finished / "export" / flavor)
+    for layout in ("sglang", "specforge"):
+        draft = load_draft(finished / "export" / layout).to_model()
         assert draft.transfer_codes.dtype is torch.float32
 
 
@@ -99,7 +99,7 @@ def test_logged_loss_is_the_sum_of_its_parts(finished: Path) -> None:
 
 def test_exported_weights_are_the_checkpoints(finished: Path) -> None:
     state = torch.load(finished / "tiny-step4" / "training_state.pt", weights_only=False)["draft_state_dict"]
-    draft = load_draft(finished / "export" / "specforge").state_dict()
+    draft = load_draft(finished / "export" / "specforge").tensors
     assert state.keys() == draft.keys()
     assert all(torch.equal(state[name], draft[name]) for name in state)
     written = [draft[f"injection.writes.{i}.weight"].abs().max() for i in range(2)]
@@ -261,7 +261,7 @@ def test_bfloat16_trains_exports_and_loads(world: Path, narrow: list[str], tmp_p
     masters = rank_state["replicated_optimizer_state"]["fp32_params"]
     assert all(value.dtype is torch.float32 for value in masters)
 
-    ours = load_draft(run / "export" / "sglang")
+    ours = load_draft(run / "export" / "sglang").to_model()
     theirs = DSpineDraftModel.from_pretrained(
         run / "export" / "specforge", dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()

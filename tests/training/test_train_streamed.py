@@ -81,7 +81,7 @@ def test_streamed_run_over_a_tied_head(world: Path) -> None:
     assert report["dropped"] == [] and report["delivered"] == 8 and report["beyond_max_steps"] == 16
     assert not list(run.rglob("*.ckpt")), "records are deleted after use"
     assert not processes_of(run)
-    assert load_draft(run / "export" / "sglang").transfer_codes.shape == (256, 16)
+    assert load_draft(run / "export" / "sglang").tensors["transfer_codes"].shape == (256, 16)
 
 
 def test_streamed_resume_continues_the_plan(world: Path) -> None:
