@@ -1,42 +1,110 @@
-"""Writes SpecForge's offline features: one record per training sample, captured by the streaming plugin.
+"""Write SpecForge's offline features: one record per training sample, captured by the streaming plugin.
 
-    python -m specforge_dspine.capture --target DIR --samples FILE.jsonl --layers 1,9,17 --out DIR \\
+    python -m specforge_dspine.capture --target DIR --samples FILE.jsonl --layers 1,9,17 --out DIR
         [--server URL | --device cpu|0|0,1] [--dtype float32] [--batch 8] [--max-length N]
 
-Each line of the samples file holds at least ``input_ids`` and ``loss_mask``, two lists of S integers. The
-folder gets ``<name>.ckpt`` files (format: ``stream.record``; the name is the sample's content) and
-``manifest.json``. Everything the features depend on is in the manifest, so the command run again continues
-where it stopped, and refuses a folder that was written from anything else. Samples that cannot be captured
-are dropped, counted and named, up to ``--max-dropped``.
+Each line of the samples file holds at least ``input_ids`` and ``loss_mask``, two lists of S integers. The folder gets
+``<name>.ckpt`` files (format: ``streaming.record``; the name is the sample's content) and ``manifest.json``. The
+manifest holds everything that the features depend on. So the same command continues where it stopped, and refuses a
+folder that was written from anything else. Samples that cannot be captured are dropped, counted and named, up to
+``--max-dropped``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import hashlib
+import json
+import logging
 import math
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from pydantic import model_validator
 from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
 from tqdm import tqdm
 
-from specforge_dspine.streaming.client import CaptureVerificationError, SGLangClient
-from specforge_dspine.streaming.feature_folder import MANIFEST, CaptureError, FeatureFolder, read_samples
-from specforge_dspine.streaming.record import RecordError, Sample, TargetIdentity
-from specforge_dspine.streaming.server import ManagedServer, ManagedServerError, parse_ids
+from specforge_dspine.streaming.client import SGLangClient
+from specforge_dspine.streaming.feature_folder import MANIFEST, FeatureFolder
+from specforge_dspine.streaming.record import RecordError, Sample, SampleNames, TargetIdentity
+from specforge_dspine.streaming.server import Devices, Dtype, ManagedServer
+from specforge_dspine.utils.cli import Command, IdList, Options, option, run_command
+from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.files import file_sha256
 from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.versions import VERSION
+
+logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
 
 
-def capture(
+class CaptureError(RunError):
+    """The capture cannot go on; the message says why and what to do."""
+
+
+class CaptureOptions(Options):
+    """What is captured, from where, into which folder."""
+
+    target: Path = option("target model directory")
+    samples: Path = option("JSON lines with input_ids and loss_mask")
+    layers: IdList = option("tapped layer ids, as in 1,9,17")
+    out: Path = option("feature folder (data.hidden_states_path)")
+    server: str | None = option("a running server with capture enabled", default=None, metavar="URL")
+    device: Devices = option("without --server, where to start one: cpu (default), or 0 or 0,1", default=())
+    dtype: Dtype = option("the target's dtype and the records'", default="bfloat16")
+    batch: int = option("samples per request", default=8, ge=1)
+    max_length: int | None = option("cut sequences after N tokens", default=None, ge=1, metavar="N")
+    max_dropped: int | None = option("stop past N dropped samples; default: 1 %, at least 8", default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _one_server(self) -> CaptureOptions:
+        if self.server is not None and "device" in self.model_fields_set:
+            raise ValueError("give at most one of --server and --device")
+        return self
+
+
+def read_samples(path: Path, vocab_size: int, max_length: int | None) -> tuple[list[Sample], list[dict[str, str]]]:
+    """Return the samples of a JSONL file, named by content and cut after ``max_length`` tokens, and its bad lines.
+
+    Each bad line is a note with the keys ``sample`` (the line's number) and ``reason``.
+    """
+    samples: list[Sample] = []
+    dropped: list[dict[str, str]] = []
+    names = SampleNames()
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                ids, mask = _parse_line(line, vocab_size, max_length)
+            except ValueError as error:
+                dropped.append({"sample": f"line {number}", "reason": str(error)})
+                continue
+            samples.append(Sample(names.next(ids, mask), ids, mask))
+    return samples, dropped
+
+
+def _parse_line(line: str, vocab_size: int, max_length: int | None) -> tuple[list[int], list[int]]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    for key in ("input_ids", "loss_mask"):
+        values = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(values, list) or any(type(k) is not int for k in values):
+            raise ValueError(f"{key} must be a list of integers")
+    ids, mask = value["input_ids"], value["loss_mask"]
+    Sample("unnamed", ids, mask)  # raises for unequal lengths and other mask values
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"input_ids from {min(ids)} to {max(ids)}, but the target knows 0 to {vocab_size - 1}")
+    ids, mask = ids[:max_length], mask[:max_length]
+    if 1 not in mask:
+        raise ValueError("no token to train on" + (f" within {max_length} tokens" if max_length else ""))
+    return ids, mask
+
+
+def capture_samples(
     folder: FeatureFolder,
     samples: Sequence[Sample],
     target: TargetIdentity,
@@ -45,7 +113,7 @@ def capture(
     batch: int,
     max_dropped: int,
 ) -> None:
-    """Captures the samples that ``folder`` lacks, ``batch`` at a time, from a server that is proven first.
+    """Capture ``samples`` into ``folder``, ``batch`` at a time, from a server that is verified first.
 
     Raises:
         CaptureError: more than ``max_dropped`` samples were dropped (bad lines count).
@@ -78,31 +146,14 @@ def _drop(folder: FeatureFolder, note: dict[str, str], max_dropped: int) -> None
         )
 
 
-@contextlib.contextmanager
-def _client(options: argparse.Namespace, target: TargetIdentity) -> Iterator[SGLangClient]:
-    """A client of ``--server``, or of a server that lives as long as the context."""
-    with contextlib.ExitStack() as stack:
-        url = options.server
-        if url is None:
-            server = ManagedServer(
-                target.model_path,
-                options.out / ".server",
-                target.layers,
-                dtype=target.dtype,
-                devices=[] if options.device == "cpu" else parse_ids(options.device),
-            )
-            url = stack.enter_context(server).url
-        yield stack.enter_context(SGLangClient(url))
-
-
-def run(options: argparse.Namespace) -> FeatureFolder:
-    """The whole command; see the module's text. Returns the folder it filled."""
-    target = TargetIdentity.from_config(options.target, options.layers, options.dtype)
+def capture(options: CaptureOptions) -> str:
+    """Do what the command line says; return a sentence about the folder. Raises as ``capture_samples``."""
+    target = TargetIdentity.from_config(str(options.target), options.layers, options.dtype)
     inputs = asdict(target) | {
-        "model_path": str(Path(options.target).resolve()),
-        "model_fingerprint": model_fingerprint(Path(options.target)),
+        "model_path": str(options.target.resolve()),
+        "model_fingerprint": model_fingerprint(options.target),
         "version": VERSION,
-        "samples_sha256": hashlib.sha256(options.samples.read_bytes()).hexdigest(),
+        "samples_sha256": file_sha256(options.samples),
         "max_length": options.max_length,
     }
     folder = FeatureFolder(options.out, inputs)
@@ -116,47 +167,31 @@ def run(options: argparse.Namespace) -> FeatureFolder:
         for note in bad_lines:
             _drop(folder, note, limit)
         missing = [sample for sample in samples if not folder.has(sample)]
-        print(f"{len(samples)} samples, {len(samples) - len(missing)} captured already", file=sys.stderr)
+        logger.info("%d samples, %d captured already", len(samples), len(samples) - len(missing))
         if missing:
-            with _client(options, target) as client:
-                capture(folder, missing, target, client, batch=options.batch, max_dropped=limit)
+            with contextlib.ExitStack() as stack:
+                url = options.server
+                if url is None:
+                    server = ManagedServer(
+                        target.model_path,
+                        options.out / ".server",
+                        target.layers,
+                        dtype=target.dtype,
+                        devices=options.device,
+                    )
+                    url = stack.enter_context(server).url
+                client = stack.enter_context(SGLangClient(url))
+                capture_samples(folder, missing, target, client, batch=options.batch, max_dropped=limit)
         complete = True
     finally:
         folder.write_manifest(complete=complete)
-    return folder
+    return f"{folder.path}: complete, {len(folder.dropped)} samples dropped (see {MANIFEST})"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; see the module's text."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specforge_dspine.capture",
-        description="Write SpecForge offline features through an SGLang server with our capture plugin.",
-    )
-    parser.add_argument("--target", required=True, help="target model directory")
-    parser.add_argument("--samples", required=True, type=Path, help="JSONL with input_ids and loss_mask")
-    parser.add_argument("--layers", required=True, type=parse_ids, help="tapped layer ids, as in 1,9,17")
-    parser.add_argument("--out", required=True, type=Path, help="feature folder (data.hidden_states_path)")
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument("--server", metavar="URL", help="a running server with capture enabled")
-    place.add_argument("--device", default="cpu", help="where to start one: cpu (default), or 0 or 0,1")
-    parser.add_argument("--dtype", default="bfloat16", help="the target's dtype and the records' (bfloat16)")
-    parser.add_argument("--batch", type=int, default=8, help="samples per request (8)")
-    parser.add_argument("--max-length", type=int, metavar="N", help="cut sequences after N tokens")
-    parser.add_argument("--max-dropped", type=int, metavar="N", help="stop past N dropped samples (1 %%, at least 8)")
-    options = parser.parse_args(arguments)
-    for name in ("batch", "max_length"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the server is ended
-    try:
-        folder = run(options)
-    except (CaptureError, CaptureVerificationError, ManagedServerError, ConnectionError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("stopped; the same command continues from here") from None
-    print(f"{folder.path}: complete, {len(folder.dropped)} samples dropped (see {MANIFEST})", file=sys.stderr)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    return run_command(Command(CaptureOptions, capture), argv, module="specforge_dspine.capture", doc=__doc__)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -23,7 +23,6 @@ from transformers import Qwen3Config
 
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.formats.writer import DTYPES, write_checkpoint
-from specforge_dspine.modeling.config import settings_of
 from specforge_dspine.training.run_checkpoints import marked_best, newest_complete, read_state
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import CheckpointError
@@ -92,17 +91,13 @@ def export(options: ExportOptions) -> str:
     dtype = DTYPES[options.dtype] if options.dtype else None
     if options.run is not None:
         name = export_run(options.run, options.to, options.out, dtype, checkpoint=options.checkpoint)
-        source = f"checkpoint: {name}"
+        source = f"checkpoint {name}"
     else:
         assert options.draft is not None
         draft = load_draft(options.draft)
         write_checkpoint(draft.tensors, draft.config, options.to, options.out, dtype or draft.dtype)
         source = f"from the {draft.layout} layout"
-    settings = settings_of(load_draft(options.out).config)
-    return (
-        f"wrote and verified {options.out}: {options.to} layout, {source}, "
-        f"r={settings.transfer_rank}, K={settings.top_k}"
-    )
+    return f"wrote and verified {options.out}: {options.to} layout, {source}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ from torch import Tensor
 
 from specforge_dspine.modeling.config import ARCHITECTURE, DSpineSettings, check_vocabulary, rope_theta, settings_of
 from specforge_dspine.modeling.state_dict import TABLE, expected_shapes
-from specforge_dspine.utils.errors import CheckpointError, InvalidFileError
-from specforge_dspine.utils.files import read_json
+from specforge_dspine.utils.errors import CheckpointError
 
 BRIDGE = "selected_prefix_code_bridge"
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
@@ -71,18 +69,6 @@ SGLANG_LAYOUT = Layout(
 LAYOUTS = {"sglang": SGLANG_LAYOUT, "specforge": Layout(ARCHITECTURE, None)}
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a checkpoint.
-
-    Raises:
-        CheckpointError: the file is missing or no JSON object.
-    """
-    try:
-        return read_json(folder / CONFIG)
-    except InvalidFileError as error:
-        raise CheckpointError(str(error)) from error
-
-
 def layout_config(payload: dict[str, Any], config: Any, layout: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return config.json of ``layout`` for the draft's own ``config``; ``payload`` is its dictionary."""
     settings = settings_of(config)
@@ -108,11 +94,7 @@ def layout_config(payload: dict[str, Any], config: Any, layout: str, dtype: torc
 
 
 def refuse_unservable(layout: str, settings: DSpineSettings) -> None:
-    """Refuse a variant that ``layout`` cannot express: an engine refines exactly where it finds the bridge.
-
-    Raises:
-        CheckpointError: the variant has injection but no refinement, and the layout has a bridge.
-    """
+    """Raise ``CheckpointError`` for a variant that ``layout`` cannot express: with a bridge, an engine refines."""
     if LAYOUTS[layout].bridge is not None and settings.injection and not settings.refinement:
         raise CheckpointError(
             f"refinement is off in this draft, and an engine that serves the {layout} layout with injection always "
@@ -128,11 +110,7 @@ def without_readouts(tensors: Mapping[str, Tensor], config: Any) -> tuple[dict[s
 
 
 def layout_of(payload: Mapping[str, Any]) -> str:
-    """Return the layout that ``architectures`` names.
-
-    Raises:
-        CheckpointError: it names none that is known.
-    """
+    """Return the layout that ``architectures`` names, or raise ``CheckpointError``."""
     architectures = payload.get("architectures")
     for name, layout in LAYOUTS.items():
         if architectures == [layout.architecture]:
@@ -169,11 +147,7 @@ def check_config(payload: Mapping[str, Any]) -> None:
 
 
 def section(payload: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a nested section of a config.json.
-
-    Raises:
-        CheckpointError: it is missing, or no section.
-    """
+    """Return a nested section of a config.json, or raise ``CheckpointError``."""
     value = payload.get(name)
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{name} is missing from config.json")
@@ -181,11 +155,7 @@ def section(payload: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def integer(payload: Mapping[str, Any], name: str, path: str = "") -> int:
-    """Return a whole number of a config.json.
-
-    Raises:
-        CheckpointError: it is missing, or something else.
-    """
+    """Return a whole number of a config.json, or raise ``CheckpointError``."""
     value = payload.get(name)
     if value is None:
         raise CheckpointError(f"{path}{name} is missing from config.json")
@@ -194,25 +164,8 @@ def integer(payload: Mapping[str, Any], name: str, path: str = "") -> int:
     return value
 
 
-def mask_token(payload: Mapping[str, Any]) -> int:
-    """Return the id of the mask token.
-
-    Raises:
-        CheckpointError: it is missing, or outside of the vocabulary.
-    """
-    mask_id = integer(section(payload, "dflash_config"), "mask_token_id", "dflash_config.")
-    vocab = integer(payload, "vocab_size")
-    if not 0 <= mask_id < vocab:
-        raise CheckpointError(f"dflash_config.mask_token_id={mask_id} is outside the vocabulary of {vocab} rows")
-    return mask_id
-
-
 def parse_settings(values: Mapping[str, Any]) -> DSpineSettings:
-    """Return ``dspine_config`` of a config.json, checked.
-
-    Raises:
-        CheckpointError: a missing, unknown or wrong key, by name.
-    """
+    """Return ``dspine_config`` of a config.json, or raise ``CheckpointError`` with the wrong key's name."""
     try:
         return DSpineSettings.model_validate(values)
     except ValidationError as error:
@@ -239,8 +192,10 @@ def _check_sizes(payload: Mapping[str, Any]) -> None:
 
 def _check_ids(payload: Mapping[str, Any], dflash: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """The mask, the tapped layers, and the ids that decoding excludes."""
-    mask_token(payload)
-    layers = payload["num_target_layers"]
+    vocab, layers = payload["vocab_size"], payload["num_target_layers"]
+    mask_id = integer(dflash, "mask_token_id", "dflash_config.")
+    if not 0 <= mask_id < vocab:
+        raise CheckpointError(f"dflash_config.mask_token_id={mask_id} is outside the vocabulary of {vocab} rows")
     ids: Any = dflash.get("target_layer_ids")
     is_list = isinstance(ids, list) and bool(ids) and all(type(k) is int for k in ids)
     if not is_list or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= layers - 2:
@@ -250,7 +205,7 @@ def _check_ids(payload: Mapping[str, Any], dflash: Mapping[str, Any], ours: Mapp
     integer(ours, "valid_vocab_size", "dspine_config.")
     settings = parse_settings(ours)
     try:
-        check_vocabulary(settings, payload["vocab_size"])
+        check_vocabulary(settings, vocab)
     except ValueError as error:
         raise CheckpointError(f"dspine_config: {error}") from error
 

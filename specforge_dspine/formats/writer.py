@@ -77,11 +77,7 @@ def write_checkpoint(
 
 
 def refuse_other_files(out: Path, files: set[str]) -> None:
-    """Refuse to replace anything but an earlier export.
-
-    Raises:
-        CheckpointError: ``out`` is a file, or a folder that holds more than an export's ``files``.
-    """
+    """Raise ``CheckpointError`` if ``out`` is a file, or a folder that holds more than an export's ``files``."""
     if out.is_dir():
         if others := sorted(entry.name for entry in out.iterdir() if entry.name not in files):
             raise CheckpointError(f"{out} holds {others[0]!r}, which no export wrote; give a new or empty folder")

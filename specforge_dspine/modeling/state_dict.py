@@ -16,7 +16,7 @@ UNIT_TOLERANCE = 1e-3  # of the norm of a code
 
 
 def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a draft with ``config`` by name: the only ones a checkpoint may hold."""
+    """Return the shape of every tensor of a draft with ``config`` by name: the only ones a checkpoint may hold."""
     settings, layers = settings_of(config), config.num_hidden_layers
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -55,11 +55,9 @@ def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], config: Any) -> None:
-    """Every tensor present, of its shape, floating and finite; the table, where the variant has one, float32, of
-    unit rows, and ready.
+    """Raise ``CheckpointError`` unless every tensor is there, of its shape, floating and finite, and no other.
 
-    Raises:
-        CheckpointError: with the tensor's name.
+    Where the variant has a code table, it must pass ``check_table`` and be marked as ready.
     """
     shapes = expected_shapes(config)
     if missing := sorted(shapes.keys() - tensors.keys()):
@@ -84,11 +82,9 @@ def check_tensors(tensors: Mapping[str, Tensor], config: Any) -> None:
 
 
 def check_table(table: Tensor) -> None:
-    """``table`` C [V, r]: float32, rows of norm 1 (0 for a row of the head that equals the mean), and never cast
-    to 16 bits on the way.
+    """Raise ``CheckpointError`` unless ``table`` C [V, r] is float32, of unit rows, and was never cast to 16 bits.
 
-    Raises:
-        CheckpointError: it is another dtype, no code table, or has lost its lower bits.
+    A row has norm 0 if the row of the head equals the mean.
     """
     if table.dtype is not torch.float32:
         raise CheckpointError(f"{TABLE} is {table.dtype}, and must be float32")

@@ -1,1 +1,1 @@
-"""The target's hidden states, captured inside an SGLang server. Imports no SpecForge."""
+"""Hidden states of the target, captured inside an SGLang server. Imports no SpecForge."""

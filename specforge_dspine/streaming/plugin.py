@@ -1,28 +1,25 @@
-"""The SGLang plugin: captures tapped layers and the final state inside an unmodified server.
+"""SGLang plugin that captures tapped layers and the final state inside an unmodified server.
 
-SGLang loads it through the entry point ``sglang.srt.plugins`` into every process of the server. It acts
-only where the server's environment names a capture directory and the layers (see ``record``), and then
-hooks three places:
+SGLang loads it through the entry point ``sglang.srt.plugins`` into every process of the server. It acts only where
+the environment names a capture directory and layers (see ``protocol``), and then hooks three places:
 
-* after ``ModelRunner.load_model``: the layers to tap are set with the model's own
-  ``set_dflash_layers_to_capture``;
-* after ``ForwardBatch.init_new``: requests that opt in are noted by request id, because the batch object
-  is copied before the model runs;
-* around ``LogitsProcessor.forward``: the one place where tapped states and the post-norm final state of a
-  whole batch are at hand. They are cut per request, copied to the CPU, and written in the background.
+* after ``ModelRunner.load_model``: the layers to tap are set;
+* after ``ForwardBatch.init_new``: requests that opt in are noted by id; the batch is copied before the model runs;
+* around ``LogitsProcessor.forward``: tapped states and post-norm final state of a whole batch are at hand there. They
+  are cut per request, copied to the CPU, and written in the background.
 
 A request opts in with ``sampling_params.custom_params``::
 
     {"specforge_dspine": {"protocol": 1, "name": "a1b2", "tokens": S, "loss_mask": [[start, end), ...]}}
 
-and is answered in ``meta_info["specforge_dspine"]``: a list with one entry per generated token, the first
-of which is a dictionary with the target's facts and either ``file`` (the record's name without suffix) or
-``error``. A record holds all S tokens or is not written. When a write fails after the answer,
-``<name>.error`` appears in place of ``<name>.ckpt``.
+The response is in ``meta_info["specforge_dspine"]``: a list with one entry per generated token. The first is a
+dictionary with the target's facts and either ``file`` (the record's name without suffix) or ``error``. A record holds
+all S tokens or is not written. When a write fails after the response, ``<name>.error`` appears in place of
+``<name>.ckpt``.
 
-Not for pipeline parallelism, DP attention, speculative decoding or fused all-reduce; the plugin says so in
-its answers. A prefill run inside a CUDA graph never reaches a Python hook: such a server does not answer.
-Nothing here has run on a GPU.
+Not for pipeline parallelism, DP attention, speculative decoding or fused all-reduce; the plugin says so in its
+responses. A prefill run inside a CUDA graph never reaches a Python hook: such a server sends no entry. Nothing here
+has run on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ import json
 import logging
 import os
 import threading
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +35,7 @@ from typing import Any
 
 import torch
 
-from specforge_dspine.streaming.record import (
+from specforge_dspine.streaming.protocol import (
     CAPTURE_DIR_ENV,
     CAPTURE_KEY,
     CAPTURE_LAYERS_ENV,
@@ -48,6 +44,7 @@ from specforge_dspine.streaming.record import (
     safe_name,
     spans_to_mask,
 )
+from specforge_dspine.utils.files import atomic_write
 from specforge_dspine.utils.versions import VERSION, require
 
 logger = logging.getLogger(__name__)
@@ -57,16 +54,13 @@ PENDING_BYTES = 1 << 30
 
 
 class CaptureRefused(Exception):
-    """Why a request gets no record; its text is the request's answer."""
+    """Why a request gets no record; its text is sent back."""
 
 
 def register() -> None:
-    """Entry point: installs the hooks if the environment asks for capture, else does nothing.
+    """Install the hooks if the environment asks for capture. This is the entry point.
 
-    Raises:
-        RuntimeError: an SGLang outside of the supported window.
-        ValueError: the environment names no usable directory or layers. (SGLang logs both and serves on
-            without the plugin; the client then finds that nobody answers.)
+    SGLang only logs an error and serves on without the plugin; the client then finds no entry in the response.
     """
     directory = os.environ.get(CAPTURE_DIR_ENV)
     if directory is None:
@@ -84,20 +78,20 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     capture = Capture(RecordWriter(Path(directory)), ids)
-    runner, batch = "sglang.srt.model_executor.model_runner", "sglang.srt.model_executor.forward_batch_info"
-    HookRegistry.register(f"{runner}.ModelRunner.load_model", capture.after_load_model, HookType.AFTER)
-    HookRegistry.register(f"{batch}.ForwardBatch.init_new", capture.after_init_new, HookType.AFTER)
-    HookRegistry.register(
-        "sglang.srt.layers.logits_processor.LogitsProcessor.forward", capture.around_logits, HookType.AROUND
-    )
+    for place, hook, kind in (
+        ("model_executor.model_runner.ModelRunner.load_model", capture.after_load_model, HookType.AFTER),
+        ("model_executor.forward_batch_info.ForwardBatch.init_new", capture.after_init_new, HookType.AFTER),
+        ("layers.logits_processor.LogitsProcessor.forward", capture.around_logits, HookType.AROUND),
+    ):
+        HookRegistry.register(f"sglang.srt.{place}", hook, kind)
     logger.info("specforge-dspine %s: capturing layers %s into %s", VERSION, list(ids), directory)
 
 
 class RecordWriter:
-    """Writes records from background threads, atomically, into one directory and nowhere else.
+    """Background threads that write records, atomically, into one directory and nowhere else.
 
-    ``submit`` returns at once while less than ``max_bytes`` wait, and otherwise blocks its caller, which
-    is the scheduler: a disk that is too slow slows the server down instead of filling its memory.
+    ``submit`` returns at once while less than ``max_bytes`` wait. Otherwise it blocks its caller, the scheduler: a
+    slow disk slows the server down instead of filling its memory.
     """
 
     def __init__(self, directory: Path, *, threads: int = 2, max_bytes: int = PENDING_BYTES) -> None:
@@ -108,7 +102,7 @@ class RecordWriter:
         self._room = threading.Condition()
 
     def submit(self, name: str, record: Mapping[str, torch.Tensor]) -> int:
-        """Queues one record and returns its size in bytes (of the tensors)."""
+        """Queue one record; return its size in bytes (of the tensors)."""
         size = sum(tensor.nbytes for tensor in record.values())
         with self._room:
             self._room.wait_for(lambda: self._pending == 0 or self._pending + size <= self._max_bytes)
@@ -118,29 +112,22 @@ class RecordWriter:
 
     def _write(self, name: str, record: Mapping[str, torch.Tensor], size: int) -> None:
         try:
-            self._publish(f"{name}.ckpt", lambda path: torch.save(dict(record), path))
+            with atomic_write(self.directory / f"{name}.ckpt", sync=False) as file:
+                torch.save(dict(record), file.name)  # by name: torch then writes without copies in Python
         except Exception as error:
             logger.exception("specforge-dspine: the record %s could not be written", name)
-            reason = json.dumps({"error": f"{type(error).__name__}: {error}"})
-            self._publish(f"{name}.error", lambda path: path.write_text(reason))
+            with atomic_write(self.directory / f"{name}.error", sync=False) as file:
+                file.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         finally:
             with self._room:
                 self._pending -= size
                 self._room.notify_all()
 
-    def _publish(self, file_name: str, write: Callable[[Path], Any]) -> None:
-        temporary = self.directory / f".{uuid.uuid4().hex}.tmp"
-        try:
-            write(temporary)
-            os.replace(temporary, self.directory / file_name)
-        finally:
-            temporary.unlink(missing_ok=True)
-
 
 class Capture:
     """The three hooks and what they share: the target's facts and the requests of the next forward.
 
-    An exception in a hook would end the server, so each hook turns its own into answers or log lines.
+    An exception in a hook would end the server, so each hook turns its own into responses or log lines.
     """
 
     def __init__(self, writer: RecordWriter, layers: tuple[int, ...]) -> None:
@@ -149,10 +136,10 @@ class Capture:
         self._facts: dict[str, Any] = {}
         self._refusal: str | None = "the model is not loaded yet"
         self._rank = 0
-        self._asked: dict[str, Any] = {}
+        self._requested: dict[str, Any] = {}
 
     def after_load_model(self, result: None, runner: Any) -> None:
-        """Sets the tapped layers, or notes why this server cannot capture."""
+        """Set the tapped layers, or note why this server cannot capture."""
         from sglang.srt.runtime_context import get_parallel
 
         if runner.is_draft_worker:
@@ -180,10 +167,10 @@ class Capture:
             logger.exception("specforge-dspine: this server cannot capture")
 
     def after_init_new(self, result: Any, cls: type, batch: Any, runner: Any, **unused: Any) -> None:
-        """Notes the requests of the coming forward that opt in and have not been answered yet."""
+        """Note the requests of the coming forward that opt in and have no output yet."""
         if runner.is_draft_worker:
             return
-        self._asked = {
+        self._requested = {
             request.rid: request.sampling_params.custom_params[CAPTURE_KEY]
             for request in batch.reqs
             if not request.output_ids
@@ -202,34 +189,35 @@ class Capture:
         aux_hidden_states: Sequence[torch.Tensor] | torch.Tensor | None = None,
         hidden_states_before_norm: torch.Tensor | None = None,
     ) -> Any:
-        """Runs the logits as they would run without us, then cuts out the records.
+        """Run the logits as they would run without the plugin, then cut out the records.
 
-        ``input_ids`` is [tokens], ``hidden_states`` [tokens, H] after the final norm, ``aux_hidden_states``
-        T tensors [tokens, H]; tokens is the sum over the batch's requests.
+        ``input_ids`` is [tokens], ``hidden_states`` [tokens, H] after the final norm, ``aux_hidden_states`` T tensors
+        [tokens, H]; tokens is the sum over the batch's requests.
         """
         # Taps are hidden from the server: it would return them instead of its own hidden states.
         passed_on = aux_hidden_states if self._refusal else None
         output = original(
             processor, input_ids, hidden_states, lm_head, logits_metadata, passed_on, hidden_states_before_norm
         )
-        asked, self._asked = self._asked, {}
+        requested, self._requested = self._requested, {}
         # SGLang 0.5.14 matches these lists to requests by position among those that have one, so every
-        # request of every forward gets an entry, asked for or not.
-        answers: list[dict[str, Any] | None] = [None] * logits_metadata.batch_size
-        if asked and logits_metadata.forward_mode.is_extend():
+        # request of every forward gets an entry, whether it opted in or not.
+        entries: list[dict[str, Any] | None] = [None] * logits_metadata.batch_size
+        if requested and logits_metadata.forward_mode.is_extend():
             start = 0
             lengths = logits_metadata.extend_seq_lens_cpu
             for index, (rid, length) in enumerate(zip(logits_metadata.rids, lengths, strict=True)):
-                if rid in asked:
+                if rid in requested:
                     cut = slice(start, start + length)
                     cached = logits_metadata.extend_prefix_lens_cpu[index]
                     states = (input_ids, aux_hidden_states, hidden_states)
-                    answers[index] = self._answer(asked[rid], cut, cached, sum(lengths), states)
+                    entries[index] = self._capture(requested[rid], cut, cached, sum(lengths), states)
                 start += length
-        output.customized_info = {**(output.customized_info or {}), CAPTURE_KEY: answers}
+        output.customized_info = {**(output.customized_info or {}), CAPTURE_KEY: entries}
         return output
 
-    def _answer(self, request: Any, cut: slice, cached: int, tokens: int, states: tuple) -> dict[str, Any]:
+    def _capture(self, request: Any, cut: slice, cached: int, tokens: int, states: tuple) -> dict[str, Any]:
+        """The entry of one request, whose record is cut out and queued."""
         try:
             if self._refusal:
                 raise CaptureRefused(self._refusal)
@@ -269,7 +257,7 @@ class Capture:
 
 
 def _parse(request: Any, cut: slice, cached: int) -> tuple[str, torch.Tensor]:
-    """Name and loss mask of an opted-in request whose forward covers exactly its S tokens."""
+    """Return name and loss mask of a request that opted in, if its forward covers exactly its S tokens."""
     if not isinstance(request, dict) or request.get("protocol") != PROTOCOL:
         found = request.get("protocol") if isinstance(request, dict) else request
         raise CaptureRefused(
@@ -293,7 +281,7 @@ def _parse(request: Any, cut: slice, cached: int) -> tuple[str, torch.Tensor]:
 
 
 def _check_server(runner: Any, parallel: Any) -> None:
-    """Refuses the ways of serving under which tapped states would be missing or partial sums."""
+    """Refuse the ways of serving under which tapped states would be missing or partial sums."""
     args = runner.server_args
     if parallel.pp_size > 1:
         raise CaptureRefused("pipeline parallelism splits the layers: serve with --pp-size 1")

@@ -1,11 +1,10 @@
 """A small process between a run and its server, so that the server never outlives the run.
 
 ``python -m specforge_dspine.streaming.process_guard OWNER_PID -- COMMAND…`` starts the command in a session of its
-own and then waits for one of three things: the command ends, the owner is gone (its child gets another
-parent, which also holds after SIGKILL), or SIGTERM/SIGINT arrives. In every case the command's whole
-process group is ended: SIGTERM, then SIGKILL after ``GRACE_S``. If the guard itself is killed, the kernel
-kills the command (``PR_SET_PDEATHSIG``), and SGLang's workers end with it by the same means. Standard
-library only, so that it starts at once and stays small. Linux only.
+own. It then waits until the command ends, the owner is gone (also after SIGKILL: its child gets another parent), or
+SIGTERM/SIGINT arrives. In every case the command's process group is ended: SIGTERM, then SIGKILL after ``GRACE_S``.
+If the guard itself is killed, the kernel kills the command (``end_with_parent``), and SGLang's workers end with it by
+the same means. Standard library only, so that it starts at once and stays small. Linux only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ POLL_S = 0.2
 
 
 def guard(owner: int, command: list[str]) -> int:
-    """Runs ``command`` until it ends, the owner is gone, or a signal asks; returns its exit status."""
+    """Run ``command`` until it ends, the owner is gone, or a signal arrives; return its exit status."""
     stopped = False
 
     def stop(signum: int, frame: object) -> None:
@@ -46,7 +45,7 @@ def guard(owner: int, command: list[str]) -> int:
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
-    """Ends the process group that ``leader`` leads: SIGTERM, up to ``GRACE_S`` seconds, SIGKILL."""
+    """End the process group that ``leader`` leads: SIGTERM, up to ``GRACE_S`` seconds, SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -57,7 +56,7 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line; see the module's text."""
+    """Run the command line; return the exit status."""
     owner, separator, *command = arguments
     if separator != "--" or not command:
         raise SystemExit("usage: python -m specforge_dspine.streaming.process_guard OWNER_PID -- COMMAND…")

@@ -1,26 +1,23 @@
-"""An SGLang server with capture enabled: owned by a run, or served in the foreground for running by hand.
+"""SGLang server with capture enabled: owned by a run, or served in the foreground.
 
-:class:`ManagedServer` picks a free port, starts ``sglang.launch_server`` behind a guard process (see
-``guard``), waits for ``/health``, and ends it. On the CPU the flags are those under which an unmodified
-SGLang 0.5.14 serves without a GPU. On GPUs three defaults are switched off because they would cost
-records: the prefix cache and chunked prefill (they split a sequence over several forwards) and CUDA graphs
-for prefill (they bypass the Python hook); fused all-reduce is switched off for tp_size > 1, because it
-leaves partial sums in the tapped states. The GPU flags have not been run.
+``ManagedServer`` picks a free port, starts ``sglang.launch_server`` behind a guard process (``process_guard``), waits
+for ``/health``, and ends it. On the CPU the flags are those under which an unmodified SGLang 0.5.14 serves without a
+GPU. On GPUs, defaults are switched off that would cost records: the prefix cache and chunked prefill split a sequence
+over several forwards, CUDA graphs for prefill bypass the Python hook, and fused all-reduce leaves partial sums in the
+tapped states. The GPU flags have not been run.
 
-By hand, for a recipe that names ``stream.servers``::
+By hand, for a recipe that names ``stream.servers``; flags after -- go to sglang.launch_server::
 
     python -m specforge_dspine.streaming.server --model DIR --layers 1,9,17 --dir DIR [--device cpu|0|0,1]
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -28,13 +25,17 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Annotated, Any, Literal
 
 import requests
+from pydantic import BeforeValidator, NonNegativeInt
 from tqdm import tqdm
 
-from specforge_dspine.streaming import process_guard as guard
-from specforge_dspine.streaming.record import CAPTURE_DIR_ENV, CAPTURE_LAYERS_ENV, TargetIdentity
+from specforge_dspine.streaming import process_guard
+from specforge_dspine.streaming.protocol import CAPTURE_DIR_ENV, CAPTURE_LAYERS_ENV
+from specforge_dspine.streaming.record import TargetIdentity
+from specforge_dspine.utils.cli import Command, IdList, Options, option, parse_ids, run_command
+from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.versions import require
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ LOG_TAIL = 30
 """Lines of the server's log that an exception shows."""
 
 OWN_FLAGS = ("--model-path", "--model", "--host", "--port", "--device", "--dtype", "--tp-size", "--tp")
-"""Flags that :class:`ManagedServer` sets from its own arguments and refuses among the extra ones."""
+"""Flags that ``ManagedServer`` sets from its own arguments and refuses among the extra ones."""
 
 CAPTURE_FLAGS = ["--disable-radix-cache", "--chunked-prefill-size", "-1", "--disable-prefill-cuda-graph"]
 # Nobody reads text here: ids go in and come out, so no tokenizer is needed either.
@@ -56,14 +57,22 @@ CPU_FLAGS = [
 ]
 GPU_FLAGS = ["--enforce-disable-flashinfer-allreduce-fusion"]
 
-
 # What torchrun tells its workers would send the server's own process group to torchrun's store.
 LAUNCHER_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)"
 )
 
 
-class ManagedServerError(RuntimeError):
+def parse_devices(text: Any) -> Any:
+    """``"cpu"`` → ``()``, ``"0,1"`` → ``(0, 1)``; other values as they are."""
+    return () if text == "cpu" else parse_ids(text)
+
+
+Devices = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(parse_devices)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class ManagedServerError(RunError):
     """The server did not come up or is gone; the message holds the end of its log."""
 
 
@@ -71,23 +80,19 @@ class ManagedServer:
     """One SGLang server that belongs to this process and ends with it, whatever ends it.
 
     Args:
-        model_path: the target, as SGLang takes it.
-        run_dir: gets ``server.log`` and ``spool/``, where records appear. The spool is emptied at the
-            start and removed when the context is left; :meth:`stop` alone leaves it, so that records
-            which are still being read stay.
-        layers: ids of the tapped layers (T of them).
-        dtype: torch dtype by name; the records' dtype.
+        run_dir: gets ``server.log`` and ``spool/``, where records appear. The spool is emptied at the start and
+            removed when the context is left; ``stop`` alone leaves it, for records that are still being read.
+        layers: ids of the T tapped layers.
         devices: CUDA ordinals as this process counts them; none for the CPU.
         tp_size: tensor-parallel size; by default the number of devices.
         extra_args: further flags of ``sglang.launch_server``.
-        startup_timeout_s: seconds until ``/health`` must answer.
-        max_total_tokens: tokens of KV cache, ``max_running_requests``: sequences at a time; by default
-            8192 and 8 on the CPU and SGLang's own choice on GPUs.
+        max_total_tokens: tokens of KV cache; by default 8192 on the CPU and SGLang's own choice on GPUs.
+        max_running_requests: by default 8 on the CPU and SGLang's own choice on GPUs.
 
     Raises:
         ValueError: an extra flag that is set from the arguments above.
         RuntimeError: an SGLang outside of the supported window.
-        ManagedServerError: from :meth:`start`, when the server ends or the time is over.
+        ManagedServerError: from ``start``, when the server ends or the time is over.
     """
 
     def __init__(
@@ -139,13 +144,13 @@ class ManagedServer:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts the server and returns once it is healthy."""
+        """Start the server; return once it is healthy."""
         shutil.rmtree(self.spool, ignore_errors=True)
         self.spool.mkdir(parents=True)
         inherited = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(key)}
         with self.log_path.open("ab") as log:
             self._guard = subprocess.Popen(
-                [sys.executable, "-m", guard.__name__, str(os.getpid()), "--", *self.command],
+                [sys.executable, "-m", process_guard.__name__, str(os.getpid()), "--", *self.command],
                 env=inherited | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -192,21 +197,21 @@ class ManagedServer:
         )
 
     def alive(self) -> bool:
-        """Whether the server's process runs (it may still be starting)."""
+        """Does the server's process run? It may still be starting."""
         return self._guard is not None and self._guard.poll() is None
 
     def check(self) -> None:
-        """Raises :class:`ManagedServerError`, with the end of the log, if the server is gone."""
+        """Raise ``ManagedServerError``, with the end of the log, if the server is gone."""
         if not self.alive():
             raise ManagedServerError(self._failure("is gone"))
 
     def stop(self) -> None:
-        """Ends the server and all of its processes; safe to call again."""
+        """End the server and all of its processes; safe to call again."""
         if self._guard is None:
             return
         self._guard.terminate()
         try:
-            self._guard.wait(guard.GRACE_S + 5)
+            self._guard.wait(process_guard.GRACE_S + 5)
         except subprocess.TimeoutExpired:
             self._guard.kill()  # the kernel then kills the server
             self._guard.wait()
@@ -215,15 +220,13 @@ class ManagedServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
         shutil.rmtree(self.spool, ignore_errors=True)
 
 
 def free_port() -> int:
-    """A port nobody listens on, from below Linux's range for outgoing connections.
+    """Return a port that nobody uses, below the range from which Linux takes ports for outgoing connections.
 
     SGLang binds it only after the model is loaded; until then an ephemeral port could be taken.
     """
@@ -240,56 +243,51 @@ def free_port() -> int:
 def _visible(devices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES for ``devices``, which count within what this process sees itself."""
     outer = environment.get("CUDA_VISIBLE_DEVICES")
-    if outer is None:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(str(k) for k in devices)}
-    seen = outer.split(",")
-    if max(devices) >= len(seen):
-        raise ValueError(f"devices = {list(devices)}: CUDA_VISIBLE_DEVICES = {outer} offers {len(seen)}")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[k] for k in devices)}
+    visible = [str(k) for k in range(max(devices) + 1)] if outer is None else outer.split(",")
+    if max(devices) >= len(visible):
+        raise ValueError(f"devices = {list(devices)}: CUDA_VISIBLE_DEVICES = {outer} offers {len(visible)}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[k] for k in devices)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Serves in the foreground until Ctrl-C, SIGTERM, or the server's own end."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specforge_dspine.streaming.server",
-        description="Serve a target with hidden-state capture. Flags after -- go to sglang.launch_server.",
-    )
-    parser.add_argument("--model", required=True, help="target model directory")
-    parser.add_argument("--layers", required=True, type=parse_ids, help="tapped layer ids, as in 1,9,17")
-    parser.add_argument("--dir", required=True, type=Path, help="gets server.log and spool/ (the records)")
-    parser.add_argument("--device", default="cpu", help="cpu (default), or CUDA ordinals as in 0 or 0,1")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--port", type=int, help="default: a free one")
-    parser.add_argument("--startup-timeout", type=float, default=600.0, metavar="SECONDS")
-    parser.add_argument("extra", nargs="*", help="further flags of sglang.launch_server, after --")
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+class ServerOptions(Options):
+    """What is served, and how."""
+
+    model: str = option("target model directory")
+    layers: IdList = option("tapped layer ids, as in 1,9,17")
+    dir: Path = option("gets server.log and spool/ (the records)")
+    device: Devices = option("cpu (default), or CUDA ordinals as in 0 or 0,1", default=())
+    dtype: Dtype = option("of the target and the records", default="bfloat16")
+    port: int | None = option("default: a free one", default=None, ge=1, le=65535)
+    startup_timeout: float = option("until the server must be healthy", default=600.0, gt=0, metavar="SECONDS")
+    extra: tuple[str, ...] = option("further flags of sglang.launch_server, after --", default=(), positional=True)
+
+
+def serve(options: ServerOptions) -> None:
+    """Serve in the foreground until Ctrl-C, SIGTERM, or the server's own end."""
     TargetIdentity.from_config(options.model, options.layers, options.dtype)  # refuses bad ids at once
     server = ManagedServer(
         options.model,
         options.dir,
         options.layers,
         dtype=options.dtype,
-        devices=[] if options.device == "cpu" else parse_ids(options.device),
+        devices=options.device,
         extra_args=options.extra,
         startup_timeout_s=options.startup_timeout,
         port=options.port,
     )
-    try:
-        with server:
-            print(f"serving {options.model} at {server.url}; records appear in {server.spool}", flush=True)
-            print(f"use it with stream.managed=null stream.servers=[{server.url}]; Ctrl-C ends it", flush=True)
-            while True:
-                server.check()
-                time.sleep(1)
-    except KeyboardInterrupt:
-        print("stopped")
+    with server:
+        print(f"serving {options.model} at {server.url}; records appear in {server.spool}", flush=True)
+        print(f"use it with stream.managed=null stream.servers=[{server.url}]; Ctrl-C ends it", flush=True)
+        while True:
+            server.check()
+            time.sleep(1)
 
 
-def parse_ids(text: str) -> list[int]:
-    """``"1,9,17"`` → ``[1, 9, 17]``; argparse turns the ValueError into its own message."""
-    return [int(k) for k in text.split(",")]
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    module = "specforge_dspine.streaming.server"
+    return run_command(Command(ServerOptions, serve), argv, module=module, doc=__doc__, advice="the server has ended")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -21,7 +21,7 @@ from specforge.training.schedule import validate_fixed_accumulation_plan
 from specforge.utils import get_device_type
 
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
-from specforge_dspine.streaming.feature_folder import check_features, feature_name
+from specforge_dspine.streaming.feature_folder import FeatureFolderError, check_features, feature_name
 from specforge_dspine.streaming.record import Sample, TargetIdentity
 from specforge_dspine.training.capture_source import read_samples
 from specforge_dspine.training.recipe import Recipe
@@ -276,7 +276,10 @@ def features_in(key: str, path: str, target: TargetIdentity) -> list[str]:
     files: list[str] = list_feature_files(path)
     if not files:
         raise RecipeError(f"{key}={path!r} holds no .ckpt files; specforge_dspine.capture writes them")
-    check_features(Path(path), target)
+    try:
+        check_features(Path(path), target)
+    except FeatureFolderError as error:
+        raise RecipeError(f"{key}: {error}") from error
     return files
 
 

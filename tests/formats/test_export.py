@@ -26,7 +26,7 @@ from specforge_dspine.formats.writer import write_checkpoint
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.state_dict import check_table
 from specforge_dspine.objective.training_model import DSpineTrainingModel
-from specforge_dspine.utils.errors import CheckpointError
+from specforge_dspine.utils.errors import CheckpointError, InvalidFileError
 from tests.formats.conftest import Change, config_of, damaged, save_run, save_state
 from tests.support.drafts import MASK_ID, TAPS, VOCAB, make_batch, make_blocks, make_model
 
@@ -297,7 +297,7 @@ def test_missing_and_torn_files_are_named(
     (folder / file).unlink()
     if content is not None:
         (folder / file).write_bytes(content)
-    with pytest.raises(CheckpointError, match=file):
+    with pytest.raises((CheckpointError, InvalidFileError), match=file):
         load_draft(folder)
 
 

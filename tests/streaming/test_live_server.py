@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,16 +17,11 @@ from specforge.runtime.data_plane.feature_store import load_feature_file
 
 from specforge_dspine import capture as capture_command
 from specforge_dspine.streaming import client as client_module
-from specforge_dspine.streaming.client import CaptureVerificationError, RequestRefused, SGLangClient
-from specforge_dspine.streaming.record import (
-    CAPTURE_KEY,
-    PROTOCOL,
-    RecordError,
-    Sample,
-    mask_to_spans,
-    read_record,
-    sample_name,
-)
+from specforge_dspine.streaming import verification
+from specforge_dspine.streaming.client import RequestRefused, SGLangClient
+from specforge_dspine.streaming.protocol import CAPTURE_KEY, PROTOCOL, mask_to_spans
+from specforge_dspine.streaming.record import RecordError, Sample, read_record, sample_name
+from specforge_dspine.streaming.verification import CaptureVerificationError, check_head
 from specforge_dspine.utils.versions import VERSION
 from tests.conftest import TAPS, LiveTarget, wait_for
 from tests.support.targets import EOS, HIDDEN, LAYERS, VOCAB
@@ -286,15 +282,12 @@ def test_a_server_that_is_not_there() -> None:
         SGLangClient("http://127.0.0.1:9").generate([[1]], max_new_tokens=1)
 
 
-# ---- the proof --------------------------------------------------------------------------------------
+# ---- verification --------------------------------------------------------------------------------------
 
 
-def test_a_right_server_is_proven(live: LiveTarget, client: SGLangClient) -> None:
+def test_a_right_server_is_verified(live: LiveTarget, client: SGLangClient) -> None:
     facts = client.verify_server(live.identity, live.head, prompt(40, 600))
-    assert facts.target == live.identity
-    assert facts.version == VERSION
-    assert facts.capture_dir == live.server.spool
-    assert facts.url == live.server.url
+    assert facts == (VERSION, live.server.spool)
 
 
 def test_a_path_that_leads_to_the_same_target(live: LiveTarget, client: SGLangClient, tmp_path: Path) -> None:
@@ -330,31 +323,31 @@ def test_another_head_is_refused(live: LiveTarget, client: SGLangClient) -> None
 
 
 def test_states_before_the_final_norm_are_refused(live: LiveTarget, client: SGLangClient) -> None:
-    """The proof's own arithmetic, on states that are right in everything but the norm."""
+    """The verification's own arithmetic, on states that are right in everything but the norm."""
     norm = live.model.model.norm.weight.detach()
     ids = [prompt(40, 600 + k) for k in range(8)]
     finals = [live.states(one)[1][0, -1] for one in ids]
     tokens = [greedy(live, one, 1)[0] for one in ids]
-    client._prove_head(live.head, list(zip(finals, tokens, strict=True)), live.identity)
+    check_head(live.server.url, live.head, torch.stack(finals), tokens, torch.float32)
     with pytest.raises(CaptureVerificationError, match="not those after its final norm"):
-        unweighted = [final / norm for final in finals]
-        client._prove_head(live.head, list(zip(unweighted, tokens, strict=True)), live.identity)
+        check_head(live.server.url, live.head, torch.stack([final / norm for final in finals]), tokens, torch.float32)
 
 
-def test_ties_prove_nothing(live: LiveTarget, client: SGLangClient) -> None:
+def test_ties_verify_nothing(live: LiveTarget, client: SGLangClient) -> None:
     with pytest.raises(CaptureVerificationError, match=r"tie within rounding.*another probe"):
         client.verify_server(live.identity, torch.zeros_like(live.head), prompt(40, 600))
 
 
 def test_another_version_is_refused(live: LiveTarget, client: SGLangClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "VERSION", "9.9.9")
+    monkeypatch.setattr(verification, "VERSION", "9.9.9")
     with pytest.raises(CaptureVerificationError, match=f"version is '{VERSION}', ours is '9.9.9'; install"):
         client.verify_server(live.identity, live.head, prompt(40, 600))
     discard_probes(live)
 
 
 def test_another_protocol_is_refused(live: LiveTarget, client: SGLangClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "PROTOCOL", 99)
+    for module in (client_module, verification):
+        monkeypatch.setattr(module, "PROTOCOL", 99)
     with pytest.raises(CaptureVerificationError, match="protocol is 1, ours is 99"):
         client.verify_server(live.identity, live.head, prompt(40, 600))
 
@@ -396,7 +389,7 @@ def test_capture_command_writes_continues_and_refuses(
     out = tmp_path / "features"
     command = ["--target", str(live.path), "--samples", str(file), "--layers", ",".join(map(str, TAPS))]
     command += ["--out", str(out), "--server", live.server.url, "--dtype", "float32", "--max-length", "15"]
-    capture_command.main([*command, "--batch", "4"])
+    assert capture_command.main([*command, "--batch", "4"]) == 0
 
     cut = [Sample("", one.input_ids[:15], one.loss_mask[:15]) for one in samples]
     names = [sample_name(one.input_ids, one.loss_mask) for one in cut]
@@ -415,30 +408,32 @@ def test_capture_command_writes_continues_and_refuses(
     kept, gone = out / f"{names[0]}.ckpt", out / f"{names[1]}.ckpt"
     kept_time = kept.stat().st_mtime_ns
     gone.unlink()
-    capture_command.main(command)
+    assert capture_command.main(command) == 0
     assert_matches(read_record(gone), cut[1], live)
     assert kept.stat().st_mtime_ns == kept_time
 
     capsys.readouterr()
     for change, message in (
-        (["--max-length", "14"], "max_length: there 15, now 14"),
+        (["--max-length", "14"], "max_length: there 15, here 14"),
         (["--layers", "0,3"], "layers: there"),
         (["--dtype", "bfloat16"], "dtype: there 'float32'"),
     ):
-        with pytest.raises(SystemExit, match=message):
-            capture_command.main([*command, *change])
+        assert capture_command.main([*command, *change]) == 2
+        assert message in capsys.readouterr().err
     with file.open("a") as more:
         more.write("\n")
-    with pytest.raises(SystemExit, match="samples_sha256: there"):
-        capture_command.main(command)
+    assert capture_command.main(command) == 2
+    assert "samples_sha256: there" in capsys.readouterr().err
 
 
-def test_capture_command_stops_past_the_limit(live: LiveTarget, client: SGLangClient, tmp_path: Path) -> None:
+def test_capture_command_stops_past_the_limit(
+    live: LiveTarget, client: SGLangClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write_samples(tmp_path / "samples.jsonl", [sample(9, 1)], *["[]"] * 3)
     command = ["--target", str(live.path), "--samples", str(file), "--layers", "0,2,4", "--dtype", "float32"]
     command += ["--out", str(tmp_path / "out"), "--server", live.server.url]
-    with pytest.raises(SystemExit, match=r"3 samples were dropped, more than the 2.*line 4"):
-        capture_command.main([*command, "--max-dropped", "2"])
+    assert capture_command.main([*command, "--max-dropped", "2"]) == 1
+    assert re.search(r"3 samples were dropped, more than the 2.*line 4", capsys.readouterr().err)
     assert json.loads((tmp_path / "out/manifest.json").read_text())["complete"] is False
-    capture_command.main([*command, "--max-dropped", "3"])
+    assert capture_command.main([*command, "--max-dropped", "3"]) == 0
     assert json.loads((tmp_path / "out/manifest.json").read_text())["count"] == 1

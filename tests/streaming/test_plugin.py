@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from specforge_dspine.streaming import plugin
 from specforge_dspine.streaming.plugin import RecordWriter, register
-from specforge_dspine.streaming.record import CAPTURE_DIR_ENV, CAPTURE_LAYERS_ENV
+from specforge_dspine.streaming.protocol import CAPTURE_DIR_ENV, CAPTURE_LAYERS_ENV
 from specforge_dspine.utils import versions as version
 from tests.conftest import wait_for
 
@@ -24,7 +24,14 @@ def test_it_needs_torch_and_the_standard_library_only() -> None:
     code = "import sys, specforge_dspine.streaming.plugin\nprint(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "torch" in loaded
-    assert not {"specforge", "transformers", "sglang", "requests"} & set(loaded)
+    assert not {"specforge", "transformers", "sglang", "requests", "pydantic"} & set(loaded)
+
+
+@pytest.mark.parametrize("module", ["record", "process_guard"])
+def test_what_runs_in_a_server_imports_without_a_trainer(module: str) -> None:
+    code = f"import sys, specforge_dspine.streaming.{module}\nprint(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"specforge", "transformers", "specforge_dspine.training", "specforge_dspine.modeling"} & set(loaded)
 
 
 def test_without_the_environment_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +85,9 @@ class SlowDisk(RecordWriter):
         super().__init__(directory, **options)
         self.ready = threading.Event()
 
-    def _publish(self, file_name: str, write: Callable[[Path], Any]) -> None:
+    def _write(self, name: str, record: Mapping[str, torch.Tensor], size: int) -> None:
         self.ready.wait(20)
-        super()._publish(file_name, write)
+        super()._write(name, record, size)
 
 
 def test_a_slow_disk_holds_the_caller_back_instead_of_filling_memory(tmp_path: Path) -> None:

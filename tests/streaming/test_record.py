@@ -10,18 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from specforge_dspine.streaming.protocol import check_layers, mask_to_spans, safe_name, spans_to_mask
 from specforge_dspine.streaming.record import (
     RecordError,
     Sample,
     SampleNames,
     TargetIdentity,
-    check_layers,
     check_record,
-    mask_to_spans,
     read_record,
-    safe_name,
     sample_name,
-    spans_to_mask,
 )
 from tests.support.targets import HIDDEN, LAYERS, VOCAB
 
@@ -53,10 +50,10 @@ def test_short_record_names_prefix_cache_and_chunks() -> None:
         check_record(record, SAMPLE, TARGET)
 
 
-def test_foreign_ids_are_located() -> None:
+def test_other_ids_are_located() -> None:
     record = good_record()
     record["input_ids"][3] = 30
-    with pytest.raises(RecordError, match=r"foreign record: input_ids\[3\] = 30, but 8 was sent"):
+    with pytest.raises(RecordError, match=r"record of another sequence: input_ids\[3\] = 30, but 8 was sent"):
         check_record(record, SAMPLE, TARGET)
 
 
@@ -148,7 +145,7 @@ def test_unsafe_names_are_refused_not_rewritten(name: str) -> None:
         safe_name(name)
 
 
-def test_equal_samples_get_names_of_their_own() -> None:
+def test_equal_samples_get_different_names() -> None:
     names = SampleNames()
     first, other, second, third = (names.next(*pair) for pair in [([7], [1]), ([8], [1]), ([7], [1]), ([7], [1])])
     assert (second, third) == (f"{first}-1", f"{first}-2")

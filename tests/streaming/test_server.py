@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -18,10 +18,12 @@ import requests
 import torch
 
 from specforge_dspine import capture as capture_command
-from specforge_dspine.streaming import process_guard as guard
+from specforge_dspine.streaming import process_guard
 from specforge_dspine.streaming.client import SGLangClient
-from specforge_dspine.streaming.record import CAPTURE_KEY, RecordError, Sample, TargetIdentity
-from specforge_dspine.streaming.server import ManagedServer, ManagedServerError, free_port
+from specforge_dspine.streaming.protocol import CAPTURE_KEY
+from specforge_dspine.streaming.record import RecordError, Sample, TargetIdentity
+from specforge_dspine.streaming.server import ManagedServer, ManagedServerError, ServerOptions, free_port
+from specforge_dspine.streaming.server import main as serve_main
 from tests.conftest import wait_for
 from tests.support.targets import HIDDEN, VOCAB, build_qwen3
 
@@ -148,13 +150,49 @@ def test_a_guard_that_is_asked_ends_the_whole_group(owned: list[psutil.Process])
 
 
 def test_the_guard_passes_the_exit_status_on() -> None:
-    command = [sys.executable, "-m", guard.__name__, str(os.getpid()), "--", "sh", "-c", "exit 7"]
+    command = [sys.executable, "-m", process_guard.__name__, str(os.getpid()), "--", "sh", "-c", "exit 7"]
     assert subprocess.run(command, timeout=30).returncode == 7
 
 
 def test_a_guard_whose_owner_is_gone_already_ends_at_once() -> None:
-    command = [sys.executable, "-m", guard.__name__, "1", "--", "sleep", "1000"]
+    command = [sys.executable, "-m", process_guard.__name__, "1", "--", "sleep", "1000"]
     assert subprocess.run(command, timeout=30).returncode == -signal.SIGTERM % 256
+
+
+# ---- options ----------------------------------------------------------------------------------------
+
+SERVE = [sys.executable, "-m", "specforge_dspine.streaming.server"]
+
+
+def test_options_of_a_server_by_hand() -> None:
+    given = {"model": "m", "layers": "1,9", "dir": "d"}
+    assert ServerOptions.model_validate(given).device == ()
+    options = ServerOptions.model_validate(given | {"device": "0,1", "port": "30000"})
+    assert (options.layers, options.device, options.port, options.dtype) == ((1, 9), (0, 1), 30000, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "said"),
+    [
+        (serve_main, ["--device", "gpu"], "--device gpu: "),
+        (serve_main, ["--device", "-1"], "--device"),
+        (serve_main, ["--layers", "one"], "--layers one: "),
+        (serve_main, ["--port", "70000"], "--port 70000: input should be less than or equal to 65535"),
+        (serve_main, ["--startup-timeout", "0"], "--startup-timeout 0: input should be greater than 0"),
+        (serve_main, ["--dtype", "int8"], "invalid choice: 'int8'"),
+        (capture_command.main, ["--batch", "0"], "--batch 0: input should be greater than or equal to 1"),
+        (capture_command.main, ["--max-length", "0"], "--max-length 0: input should be"),
+        (capture_command.main, ["--max-dropped", "-1"], "--max-dropped"),
+        (capture_command.main, ["--server", "http://x", "--device", "0"], "at most one of --server and --device"),
+    ],
+)
+def test_options_out_of_range_are_refused(
+    main: Callable[[list[str]], int], words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = "--model m --dir d" if main is serve_main else "--target t --samples s --out o"
+    with pytest.raises(SystemExit) as caught:
+        main([*needed.split(), "--layers", "1", *words])
+    assert caught.value.code == 2 and said in capsys.readouterr().err
 
 
 # ---- real servers -----------------------------------------------------------------------------------
@@ -250,15 +288,7 @@ def test_prefix_cache_and_chunks_give_errors_and_nan_is_dropped(
 
 @pytest.mark.server
 def test_a_server_by_hand_serves_the_capture_command_and_dies_with_its_owner(poisoned: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "specforge_dspine.streaming.server",
-        "--model",
-        str(poisoned),
-        "--dtype",
-        "float32",
-    ]
+    command = [*SERVE, "--model", str(poisoned), "--dtype", "float32"]
     command += ["--layers", "1,4", "--dir", str(tmp_path / "served"), "--", "--max-prefill-tokens", "2048"]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -271,7 +301,7 @@ def test_a_server_by_hand_serves_the_capture_command_and_dies_with_its_owner(poi
         samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
         options = ["--target", str(poisoned), "--samples", str(samples), "--layers", "1,4", "--dtype", "float32"]
         options += ["--out", str(tmp_path / "features"), "--server", url, "--batch", "2"]
-        capture_command.main(options)
+        assert capture_command.main(options) == 0
         manifest = json.loads((tmp_path / "features/manifest.json").read_text())
         assert manifest["count"] == 4
         assert "hidden_states is nan" in manifest["dropped"][0]["reason"]
@@ -306,18 +336,10 @@ def test_capture_command_with_its_own_server_but_without_a_plugin(poisoned: Path
 
 @pytest.mark.server
 def test_sigterm_while_starting_ends_everything(poisoned: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "specforge_dspine.streaming.server",
-        "--model",
-        str(poisoned),
-        "--dtype",
-        "float32",
-    ]
+    command = [*SERVE, "--model", str(poisoned), "--dtype", "float32"]
     owner = subprocess.Popen([*command, "--layers", "1,4", "--dir", str(tmp_path)])
     wait_for(lambda: len(family(owner)) >= 3, seconds=60)
     processes = family(owner)
     owner.terminate()
-    assert owner.wait(20) == 0
+    assert owner.wait(20) == 128 + signal.SIGTERM
     wait_for(lambda: gone(processes), seconds=5)
