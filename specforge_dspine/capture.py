@@ -78,10 +78,9 @@ def read_samples(path: Path, vocab_size: int, max_length: int | None) -> tuple[l
         for number, line in enumerate(lines, start=1):
             try:
                 ids, mask = _parse_line(line, vocab_size, max_length)
+                samples.append(Sample(names.next(ids, mask), ids, mask))
             except ValueError as error:
                 dropped.append({"sample": f"line {number}", "reason": str(error)})
-                continue
-            samples.append(Sample(names.next(ids, mask), ids, mask))
     return samples, dropped
 
 

@@ -34,12 +34,8 @@ def export_run(
 ) -> str:
     """Write a checkpoint of a run into the folder ``out``, replacing an earlier export; return the checkpoint's name.
 
-    Args:
-        run: output_dir of the run.
-        layout: "sglang" or "specforge".
-        out: the folder to write.
-        dtype: of the weights; by default the recipe's.
-        checkpoint: "best" on held-out samples (the newest where none is marked), or "newest".
+    ``checkpoint`` is "best" on held-out samples (the newest where none is marked), or "newest"; ``dtype`` is the
+    recipe's by default.
 
     Raises:
         CheckpointError: the folder holds no run or no complete checkpoint, or as ``write_checkpoint``.
@@ -83,11 +79,7 @@ class ExportOptions(Options):
 
 
 def export(options: ExportOptions) -> str:
-    """Do what the command line says; return a sentence about the result.
-
-    Raises:
-        CheckpointError: the source is no complete run or draft, or as ``write_checkpoint``.
-    """
+    """Do what the command line says; return a sentence about the result. Raises as ``export_run``."""
     dtype = DTYPES[options.dtype] if options.dtype else None
     if options.run is not None:
         name = export_run(options.run, options.to, options.out, dtype, checkpoint=options.checkpoint)

@@ -7,26 +7,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from specforge_dspine.formats.config_json import BRIDGE
-from specforge_dspine.modeling.state_dict import TABLE
-from specforge_dspine.utils.tables import markdown_table
 from specforge_dspine.utils.versions import VERSION
 
-CARD_TEXT = """---
-{metadata}
----
-
-# {kind} draft for {target}
-
-A block drafter for speculative decoding in the {layout} layout, written by specforge-dspine {version}. It holds no
-embedding and no LM head: both are the target's.
-
-{facts}
-
-{usage}
-
-The license above is the training software's. The weights learned from the target: check its license too before you
-publish them.
-"""
 LOAD = """Load it:
 
     from specforge_dspine.modeling.draft_model import DSpineDraftModel
@@ -44,35 +26,33 @@ of an unpublished format. Loading in the released serving plugin was not tested.
 
 def model_card(payload: dict[str, Any], layout: str, base_model: str | None) -> ModelCard:
     """Return the card of a draft with the config.json ``payload``; ``base_model`` is the target's name, if known."""
-    dflash, settings = payload["dflash_config"], payload["dspine_config"]
+    dflash, settings, block_size = payload["dflash_config"], payload["dspine_config"], payload["block_size"]
     kind = "DSpine" if settings["injection"] else "DFlash"
-    shown = ("causal", "injection", "refinement", "alignment", "top_k", "transfer_rank", "message_size")
-    facts = {name: payload[name] for name in ("block_size", "num_hidden_layers", "num_target_layers", "dtype")}
-    facts |= {name: dflash[name] for name in ("target_layer_ids", "mask_token_id")}
-    facts |= {name: settings[name] for name in (shown if settings["injection"] else shown[:4])}
-    usage = LOAD
-    if layout == "sglang":
-        usage = SERVE.format(algorithm=kind.upper(), block_size=payload["block_size"])
-    if BRIDGE in dflash:
-        usage += UNVERIFIED
-    if settings["injection"]:
-        usage += f"\n\n`{TABLE}` is float32 and belongs to this draft: it must not be recomputed."
-    metadata = ModelCardData(
+    data = ModelCardData(
         base_model=base_model,
         library_name="specforge-dspine",
         license="apache-2.0",
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "draft-model", kind.lower(), layout],
     )
-    target = base_model or f"a target of {payload['num_target_layers']} layers"
-    table = "\n".join(markdown_table(("config.json", ""), facts.items()))
-    text = CARD_TEXT.format(
-        metadata=metadata.to_yaml(),
-        kind=kind,
-        target=target,
-        layout=layout,
-        version=VERSION,
-        facts=table,
-        usage=usage,
-    )
-    return ModelCard(text)
+    usage = LOAD if layout == "specforge" else SERVE.format(algorithm=kind.upper(), block_size=block_size)
+    variants = ", ".join(f"{name} {settings[name]}" for name in ("causal", "injection", "refinement", "alignment"))
+    return ModelCard(f"""---
+{data.to_yaml()}
+---
+
+# {kind} draft for {base_model or f"a target of {payload['num_target_layers']} layers"}
+
+A block drafter for speculative decoding in the {layout} layout, written by specforge-dspine {VERSION}. It holds no
+embedding and no LM head: both are the target's. Weights are {payload["dtype"]}; a code table is float32, belongs to
+this draft and must not be recomputed.
+
+* block size {block_size} (anchor included), {payload["num_hidden_layers"]} layers
+* tapped target layers {dflash["target_layer_ids"]} (0-based, "output of layer k")
+* mask token {dflash["mask_token_id"]}, {settings["top_k"]} candidates a position; {variants}
+
+{usage}{UNVERIFIED if BRIDGE in dflash else ""}
+
+The license above is the training software's. The weights learned from the target: check its license too before you
+publish them.
+""")

@@ -39,13 +39,7 @@ def write_checkpoint(
 ) -> None:
     """Write a draft beside ``out``, read it back bit for bit, then rename it, replacing an earlier export.
 
-    Args:
-        tensors: named as in ``expected_shapes``.
-        config: the draft's own.
-        layout: a name in ``LAYOUTS``.
-        out: the folder to write.
-        dtype: of the weights; the code table stays float32.
-        base_model: the target's name, for the model card.
+    ``tensors`` are named as in ``expected_shapes``; ``base_model`` is the target's name, for the model card.
 
     Raises:
         CheckpointError: a tensor or key is missing, not finite or contradictory, by name; or ``out`` is something
