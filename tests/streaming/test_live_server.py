@@ -132,13 +132,13 @@ def test_the_same_prompt_again_gives_full_records(live: LiveTarget, client: SGLa
 
 
 def test_one_batch_mixes_capture_and_generation(live: LiveTarget, client: SGLangClient) -> None:
-    """Answers stay with their requests, whoever else was in the batch and whoever goes on decoding."""
+    """Responses stay with their requests, whoever else was in the batch and whoever goes on decoding."""
     ids = [prompt(9 + k, 200 + k) for k in range(8)]
     names = {k: f"mixed{k}" for k in (1, 4, 5)}
     custom = [opt_in(names[k], len(ids[k])) if k in names else None for k in range(8)]
-    for k, answer in enumerate(ask(live, ids, custom, count=6)):
-        assert answer["output_ids"] == greedy(live, ids[k], 6)
-        entries = answer["meta_info"][CAPTURE_KEY]
+    for k, response in enumerate(ask(live, ids, custom, count=6)):
+        assert response["output_ids"] == greedy(live, ids[k], 6)
+        entries = response["meta_info"][CAPTURE_KEY]
         assert all(entry is None for entry in entries[1:])
         if k not in names:
             assert entries[0] is None
@@ -213,8 +213,8 @@ def test_streams_of_others_stay_apart(live: LiveTarget, client: SGLangClient) ->
 @pytest.mark.parametrize("name", ["../escaped", "/escaped", "a/b", ".hidden", "", "x" * 300, 7])
 def test_a_malicious_name_writes_nothing(live: LiveTarget, client: SGLangClient, name: Any) -> None:
     before = set(live.server.spool.parent.rglob("*"))
-    [answer] = ask(live, [prompt(4, 1)], [opt_in(name, 4)])
-    assert "name = " in answer["meta_info"][CAPTURE_KEY][0]["error"]
+    [response] = ask(live, [prompt(4, 1)], [opt_in(name, 4)])
+    assert "name = " in response["meta_info"][CAPTURE_KEY][0]["error"]
     assert set(live.server.spool.parent.rglob("*")) == before
 
 
@@ -230,9 +230,9 @@ def test_a_malicious_name_writes_nothing(live: LiveTarget, client: SGLangClient,
 def test_other_bad_requests_are_answered_with_an_error(
     live: LiveTarget, client: SGLangClient, custom: dict[str, Any], message: str
 ) -> None:
-    [answer] = ask(live, [prompt(4, 1)], [custom])
-    assert message in answer["meta_info"][CAPTURE_KEY][0]["error"]
-    assert answer["output_ids"] == greedy(live, prompt(4, 1), 1)
+    [response] = ask(live, [prompt(4, 1)], [custom])
+    assert message in response["meta_info"][CAPTURE_KEY][0]["error"]
+    assert response["output_ids"] == greedy(live, prompt(4, 1), 1)
 
 
 def test_one_sample_too_long_leaves_the_others_alone(live: LiveTarget, client: SGLangClient) -> None:

@@ -249,9 +249,9 @@ def test_prefix_cache_and_chunks_give_errors_and_nan_is_dropped(
         assert ask("first", shared)[CAPTURE_KEY][0]["file"] == "first"
         wait_for((server.spool / "first.ckpt").is_file)
         (server.spool / "first.ckpt").unlink()
-        answer = ask("second", [*shared, 5])
-        assert answer["cached_tokens"] > 0
-        assert "came from the prefix cache" in answer[CAPTURE_KEY][0]["error"]
+        response = ask("second", [*shared, 5])
+        assert response["cached_tokens"] > 0
+        assert "came from the prefix cache" in response[CAPTURE_KEY][0]["error"]
 
         # The client's requests have a cache key of their own, so the same prompt is computed again.
         results = [client.capture([Sample("again", shared, [1] * 40)], identity)[0] for _ in range(2)]
@@ -296,9 +296,9 @@ def test_a_server_by_hand_serves_the_capture_command_and_dies_with_its_owner(poi
         line = owner.stdout.readline().decode()
         url = line.split(" at ")[1].split(";")[0]
         samples = tmp_path / "samples.jsonl"
-        rows = [{"input_ids": prompt(12, k), "loss_mask": [0] * 6 + [1] * 6} for k in range(5)]
-        rows[3]["input_ids"][8] = POISON
-        samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [{"input_ids": prompt(12, k), "loss_mask": [0] * 6 + [1] * 6} for k in range(5)]
+        lines[3]["input_ids"][8] = POISON
+        samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
         options = ["--target", str(poisoned), "--samples", str(samples), "--layers", "1,4", "--dtype", "float32"]
         options += ["--out", str(tmp_path / "features"), "--server", url, "--batch", "2"]
         assert capture_command.main(options) == 0
