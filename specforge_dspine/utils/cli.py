@@ -184,14 +184,12 @@ def run_command(
 def setup_logging() -> None:
     """Log to stderr: rank 0 from INFO on, other ranks from WARNING on."""
     rank = int(os.environ.get("RANK", "0") or 0)
-    package = logging.getLogger("specforge_dspine")
-    for each in (package, logging.getLogger("data_prep")):
-        each.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-        if not each.handlers:
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
-            each.addHandler(handler)
-            each.propagate = False
+    handler = logging.StreamHandler()  # a new one at each call: tests replace sys.stderr
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
+    for name in ("specforge_dspine", "data_prep"):
+        package = logging.getLogger(name)
+        package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        package.handlers, package.propagate = [handler], False
 
 
 def positive(text: str) -> int:
