@@ -22,7 +22,7 @@ from transformers import Qwen3Config
 from specforge_dspine.formats.reader import read_checkpoint
 from specforge_dspine.formats.third_party import read_reference
 from specforge_dspine.formats.writer import DTYPES, write_checkpoint
-from specforge_dspine.modeling.config import settings_of
+from specforge_dspine.modeling.settings import settings_of
 from specforge_dspine.training.run_checkpoints import marked_best, newest_complete, read_state
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import CheckpointError

@@ -13,7 +13,7 @@ from specforge_dspine.formats.config_json import CONFIG, integer, section
 from specforge_dspine.formats.reader import load_dflash, load_draft
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.transfer_space import build_transfer_space
-from specforge_dspine.modeling.vocabulary import emittable
+from specforge_dspine.modeling.vocabulary import output_vocabulary
 from specforge_dspine.streaming.record import TargetIdentity
 from specforge_dspine.utils.files import read_json
 from specforge_dspine.utils.fingerprint import model_fingerprint
@@ -30,7 +30,7 @@ def open_draft(folder: Path, tokenizer: PreTrainedTokenizerBase) -> DSpineDraftM
     if "dspine_config" in payload or "dflash_config" not in payload:
         return load_draft(folder)
     mask = integer(section(payload, "dflash_config"), "mask_token_id", "dflash_config.")
-    return load_dflash(folder, emittable(tokenizer, integer(payload, "vocab_size"), mask))
+    return load_dflash(folder, output_vocabulary(tokenizer, integer(payload, "vocab_size"), mask))
 
 
 def untrained_like(draft: DSpineDraftModel, head: Tensor, seed: int = 0) -> DSpineDraftModel:

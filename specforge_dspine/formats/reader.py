@@ -9,8 +9,9 @@ from transformers import Qwen3Config
 
 from specforge_dspine.formats.config_json import LAYOUTS, check_config, read_config
 from specforge_dspine.formats.third_party import read_dflash, read_tensors
-from specforge_dspine.modeling.config import ARCHITECTURE, settings_of
+from specforge_dspine.modeling.draft_config import ARCHITECTURE
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import settings_of
 from specforge_dspine.modeling.state_dict import TABLE, check_tensors
 from specforge_dspine.utils.errors import CheckpointError
 

@@ -29,7 +29,8 @@ from specforge_dspine.formats.config_json import (
     read_config,
     section,
 )
-from specforge_dspine.modeling.config import ARCHITECTURE, DSpineSettings
+from specforge_dspine.modeling.draft_config import ARCHITECTURE
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.state_dict import READY, TABLE, check_tensors
 from specforge_dspine.utils.errors import CheckpointError
 

@@ -24,7 +24,7 @@ from specforge_dspine.formats.config_json import (
     without_readouts,
 )
 from specforge_dspine.formats.reader import read_checkpoint
-from specforge_dspine.modeling.config import settings_of
+from specforge_dspine.modeling.settings import settings_of
 from specforge_dspine.modeling.state_dict import TABLE, check_tensors
 from specforge_dspine.utils.errors import CheckpointError
 from specforge_dspine.utils.versions import VERSION

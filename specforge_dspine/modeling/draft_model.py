@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.cache_utils import Cache
 
-from specforge_dspine.modeling.config import settings_of
 from specforge_dspine.modeling.injection import AdjacentCausalInjection, LayerReadouts
+from specforge_dspine.modeling.settings import settings_of
 from specforge_dspine.modeling.state_dict import READY, TABLE, check_tensors
 from specforge_dspine.modeling.transfer_space import TransferSpace
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specforge_dspine.modeling.blocks import Blocks
-from specforge_dspine.modeling.config import DSpineSettings
+from specforge_dspine.modeling.settings import DSpineSettings
 
 
 def replacement_probability(step: int, total_steps: int, settings: DSpineSettings) -> float:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specforge_dspine.modeling.config import DSpineSettings
+from specforge_dspine.modeling.settings import DSpineSettings
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

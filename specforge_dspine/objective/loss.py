@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from specforge.core.chunking import checkpointed_chunk_reduce
 from torch import Tensor
 
-from specforge_dspine.modeling.config import DSpineSettings
 from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.objective.distillation import (
     Candidates,
     Distill,

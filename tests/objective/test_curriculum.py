@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from specforge_dspine.modeling.config import DSpineSettings
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.objective.curriculum import alignment_beta, draw_blocks, replacement_probability
 
 SETTINGS = DSpineSettings(transfer_rank=4, message_size=4, replacement_layers=1)

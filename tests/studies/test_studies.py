@@ -17,8 +17,9 @@ from specforge_dspine.decoding.drafter import BlockDrafter, draft_all_anchors
 from specforge_dspine.evaluation.bootstrap import Resampled
 from specforge_dspine.formats.writer import write_checkpoint
 from specforge_dspine.modeling.blocks import draft_blocks
-from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
+from specforge_dspine.modeling.draft_config import small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.studies.__main__ import main
 from specforge_dspine.studies.branches import Branches, block_view, draft_from, encode, history

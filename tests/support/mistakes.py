@@ -30,7 +30,7 @@ from specforge_dspine.curves.__main__ import load_reference
 from specforge_dspine.curves.compare import Deviation, compare
 from specforge_dspine.curves.runs import CURVES, run_curve, world_in
 from specforge_dspine.modeling import attention_mask as masks
-from specforge_dspine.modeling import config as configuration
+from specforge_dspine.modeling import settings as method_settings
 from specforge_dspine.modeling import transfer_space as transfer
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.injection import AdjacentCausalInjection
@@ -161,7 +161,7 @@ def alpha_swapped() -> AbstractContextManager[None]:
 
         return swapped
 
-    return everywhere(configuration.settings_of, make)
+    return everywhere(method_settings.settings_of, make)
 
 
 def warmup_fixed() -> AbstractContextManager[None]:
@@ -346,7 +346,7 @@ def l1_without_the_mass_threshold() -> AbstractContextManager[None]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda config: original(config).model_copy(update={"candidate_mass_threshold": -1.0})
 
-    return everywhere(configuration.settings_of, make)
+    return everywhere(method_settings.settings_of, make)
 
 
 def label_among_the_candidates() -> AbstractContextManager[None]:
