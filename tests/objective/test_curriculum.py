@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specforge_dspine.modeling.settings import DSpineSettings
-from specforge_dspine.objective.curriculum import alignment_beta, draw_blocks, replacement_probability
+from specforge_dspine.objective.alignment_gate import alignment_beta
+from specforge_dspine.objective.curriculum import draw_blocks, replacement_probability
 
 SETTINGS = DSpineSettings(transfer_rank=4, message_size=4, replacement_layers=1)
 
