@@ -18,11 +18,8 @@ def complete_draft_config(
 ) -> None:
     """Turn the target-derived ``payload`` into a DSpine draft configuration, in place.
 
-    Head counts, sizes and RoPE are the target's; depth, block, taps and rank are the recipe's.
-
-    Args:
-        target: the target's text config.
-        vocabulary: what the target can generate, used where the recipe does not say.
+    Head counts, sizes and RoPE are those of ``target``, a text config; depth, block, taps and rank are the recipe's.
+    ``vocabulary`` fills in what the recipe does not say.
 
     Raises:
         ValueError: the transfer rank exceeds the hidden size, an id the vocabulary, or K what the target can emit.
@@ -77,7 +74,7 @@ def complete_settings(
     Raises:
         ValueError: an id outside the V rows, or fewer ids to propose than K candidates.
     """
-    settings = options.settings()
+    settings = options.model_dump(include=set(DSpineSettings.model_fields), mode="json")
     settings["excluded_ids"] = sorted({mask_id, *(options.excluded_ids or vocabulary.excluded_ids)})
     settings["valid_vocab_size"] = options.valid_vocab_size or vocabulary.valid_size
     check_vocabulary(DSpineSettings.model_validate(settings), vocab)

@@ -66,17 +66,13 @@ class DSpineDraftModel(DFlashDraftModel):
         In bfloat16 the code table would lose codes, and RoPE's frequencies would turn positions (by radians at 3000
         tokens).
         """
-        exact = [
-            (module, name, buffer)
-            for module in self.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize >= 4
-        ]
+        exact = {n: b for n, b in self.named_buffers() if b.is_floating_point() and b.dtype.itemsize >= 4}
         super()._apply(fn, recurse)
-        for module, name, buffer in exact:
-            moved = module._buffers[name]
-            if moved is not None and moved.dtype.itemsize < 4:
-                module._buffers[name] = buffer.to(moved.device)
+        for name, buffer in exact.items():
+            path, _, key = name.rpartition(".")
+            moved = self.get_submodule(path).get_buffer(key)
+            if moved.dtype.itemsize < 4:
+                self.get_submodule(path)._buffers[key] = buffer.to(moved.device)
         return self
 
     @classmethod

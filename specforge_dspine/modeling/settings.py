@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PretrainedConfig
 
-Scope = Literal["microbatch", "window"]  # a micro-batch, or the optimizer window over all ranks
-Alignment = Literal["cosine", "ce", "off"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(gt=0)]
 
@@ -41,7 +39,7 @@ class DSpineSettings(StrictModel):
     causal: bool = True  # within a block; False: DFlash's bidirectional blocks
     injection: bool = True  # adjacent causal injection; refinement and curriculum need it
     refinement: bool = True  # last-write refinement, in the loss and in decoding
-    alignment: Alignment = "cosine"  # of every layer: 1 − cos to the label's code; "ce": the label's −log q
+    alignment: Literal["cosine", "ce", "off"] = "cosine"  # per layer: 1 − cos to the label's code; the label's −log q
     excluded_ids: tuple[int, ...] = ()  # ids below valid_vocab_size that the target never emits
     valid_vocab_size: int | None = Field(default=None, gt=0)  # tokenizer length; later rows are padding
 
@@ -89,7 +87,7 @@ class DSpineOptions(DSpineSettings):
     target_layer_ids: tuple[int, ...] = Field(min_length=1)  # 0-based: "output of layer k", T of them
     intermediate_size: Count | None = None  # None: the target's
     normalization: Literal["separate", "shared"] = "separate"
-    normalization_scope: Scope = "microbatch"  # of W, W_c and W_m in the refinement's two ratios
+    normalization_scope: Literal["microbatch", "window"] = "microbatch"  # of the weights in L_ref
 
     @model_validator(mode="after")
     def _check_the_curriculum(self) -> DSpineOptions:
@@ -102,10 +100,6 @@ class DSpineOptions(DSpineSettings):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name}=0 replaces no predecessor; raise it, or set curriculum: off")
         return self
-
-    def settings(self) -> dict[str, Any]:
-        """The part that travels with the draft as ``dspine_config``."""
-        return self.model_dump(include=set(DSpineSettings.model_fields), mode="json")
 
 
 def settings_of(config: PretrainedConfig) -> DSpineSettings:

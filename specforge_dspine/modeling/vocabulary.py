@@ -67,23 +67,22 @@ def output_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, mask_
 
 
 def _checked(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, token_id: int, field: str) -> int:
-    advice = _advice(tokenizer, vocab_rows)
-    if not 0 <= token_id < vocab_rows:
-        raise ValueError(f"{field} = {token_id}: the embedding has rows 0 to {vocab_rows - 1}. {advice}")
     roles = [role for role in ("pad", "eos", "bos", "unk") if getattr(tokenizer, f"{role}_token_id") == token_id]
     known = token_id in tokenizer.get_vocab().values()
     text = tokenizer.convert_ids_to_tokens(token_id) if known else ""
-    if roles:
-        problem = f"is the tokenizer's {' and '.join(roles)} token {text!r}"
+    if not 0 <= token_id < vocab_rows:
+        problem = f": the embedding has rows 0 to {vocab_rows - 1}."
+    elif roles:
+        problem = f" is the tokenizer's {' and '.join(roles)} token {text!r}; the mask needs an id of its own."
     elif known and token_id != tokenizer.mask_token_id and token_id not in _reserved(tokenizer):
-        problem = f"is {text!r}, which occurs in the target's text"
+        problem = f" is {text!r}, which occurs in the target's text; the mask needs an id of its own."
     else:
         return token_id
-    raise ValueError(f"{field} = {token_id} {problem}; the mask needs an id of its own. {advice}")
+    raise ValueError(f"{field} = {token_id}{problem} {_advice(tokenizer, vocab_rows)}")
 
 
 def _entries(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the highest id; equals ``len(tokenizer)`` where the ids have no gap."""
+    """One more than the highest id: ``len(tokenizer)`` where the ids have no gap."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.injection import at_least_float32
 from specforge_dspine.modeling.settings import DSpineSettings
-from specforge_dspine.objective.distillation import distill
-from specforge_dspine.objective.supervision import SupervisedPositions, weighted_mean
+from specforge_dspine.objective.distillation import Supervision, distill
+from specforge_dspine.objective.supervision import MicroBatch, weighted_mean
 
 
 def alignment_beta(step: int, warmup_steps: int, settings: DSpineSettings) -> float:
@@ -41,14 +41,9 @@ def cosine_terms(draft: DSpineDraftModel, features: Tensor, label: Tensor) -> Te
     return 1 - F.cosine_similarity(features.to(codes.dtype), codes.unsqueeze(1), dim=-1)
 
 
-def alignment_sums(
-    draft: DSpineDraftModel, head: Tensor, features: Tensor, positions: SupervisedPositions, *, chunk: int
-) -> Tensor:
-    """Σ w · term over n positions, per layer [L]; [0] without alignment.
-
-    Recomputed in the backward pass, ``chunk`` positions at a time (0: kept). ``features`` is e_ℓ [n, L, r], or
-    norm(h_ℓ) [n, L, H] for ``alignment: ce``.
-    """
+def alignment_sums(batch: MicroBatch) -> Tensor:
+    """Σ w · term over n positions, per layer [L]; [0] without alignment. Recomputed in the backward pass, chunked."""
+    draft, head, positions = batch.draft, batch.head, batch.positions
     if draft.settings.alignment == "off":
         return torch.zeros(0, dtype=at_least_float32(head.dtype), device=head.device)
     plain_ce = draft.settings.model_copy(update={"ce_weight": 1.0, "refinement": False})
@@ -58,8 +53,9 @@ def alignment_sums(
             terms = cosine_terms(draft, features, label)
             return ((weight.to(terms.dtype).unsqueeze(-1) * terms).sum(dim=0),)
         # A layer at a time: its logits are freed before the next layer's exist.
-        layers = (distill(state, head, label, weight, None, plain_ce) for state in features.unbind(dim=1))
-        return (torch.stack([terms.loss for terms in layers]),)
+        given = Supervision(label, weight, None)
+        return (torch.stack([distill(state, head, given, plain_ce).loss for state in features.unbind(dim=1)]),)
 
-    (total,) = checkpointed_chunk_reduce(sums, features, positions.label, positions.weight, chunk_size=chunk)
+    columns = (batch.features, positions.label, positions.weight)
+    (total,) = checkpointed_chunk_reduce(sums, *columns, chunk_size=batch.chunk)
     return total

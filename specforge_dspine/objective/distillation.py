@@ -24,7 +24,7 @@ from torch import Tensor
 from specforge_dspine.modeling.injection import at_least_float32
 from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.objective.refinement import Candidates, choose_candidates
-from specforge_dspine.objective.supervision import PositionStates, SupervisedPositions
+from specforge_dspine.objective.supervision import MicroBatch
 
 
 @torch.no_grad()
@@ -44,8 +44,17 @@ class DistillationTerms(NamedTuple):
     candidates: Candidates | None  # None without refinement
 
 
-# (hidden [n, H], head E [V, H], label [n], weight w [n], teacher p [n, V] or None, settings, chosen [n, K] or None)
-Distill = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, DSpineSettings, Tensor | None], DistillationTerms]
+class Supervision(NamedTuple):
+    """What n positions are compared with."""
+
+    label: Tensor  # y [n]
+    weight: Tensor  # w [n]
+    p: Tensor | None  # the teacher's [n, V]; None where α = 1
+    chosen: Tensor | None = None  # candidates [n, K] instead of the top K (conformance only)
+
+
+# (hidden norm(h_L) [n, H], head E [V, H], supervision, settings)
+Distill = Callable[[Tensor, Tensor, Supervision, DSpineSettings], DistillationTerms]
 
 
 class _LossWithGradient(torch.autograd.Function):
@@ -62,24 +71,13 @@ class _LossWithGradient(torch.autograd.Function):
         return gradient * upstream.to(gradient.dtype), None, None
 
 
-def distill(
-    hidden: Tensor,
-    head: Tensor,
-    label: Tensor,
-    weight: Tensor,
-    p: Tensor | None,
-    settings: DSpineSettings,
-    chosen: Tensor | None = None,
-) -> DistillationTerms:
-    """Loss and gradient of n positions in one pass over at most three tensors [n, V]; ``p`` is overwritten.
+def distill(hidden: Tensor, head: Tensor, given: Supervision, settings: DSpineSettings) -> DistillationTerms:
+    """Loss and gradient of n positions in one pass over at most three tensors [n, V]; ``given.p`` is overwritten.
 
-    Args:
-        hidden: norm(h_L) [n, H]; ``head`` E [V, H] is frozen.
-        label: y [n]; ``weight`` w [n].
-        p: teacher [n, V], or None where α = 1.
-        chosen: candidates [n, K] instead of the top K (conformance only).
+    ``hidden`` is norm(h_L) [n, H], ``head`` the frozen E [V, H].
     """
-    alpha, y = settings.ce_weight, label.unsqueeze(-1)
+    (label, weight, p, chosen), alpha = given, settings.ce_weight
+    y = label.unsqueeze(-1)
     with torch.no_grad():
         logits = F.linear(hidden, head).to(at_least_float32(head.dtype))
         candidates = choose_candidates(logits, p, settings.top_k, chosen) if settings.refinement else None
@@ -105,15 +103,10 @@ def distill(
 
 
 def distill_by_autograd(
-    hidden: Tensor,
-    head: Tensor,
-    label: Tensor,
-    weight: Tensor,
-    p: Tensor | None,
-    settings: DSpineSettings,
-    chosen: Tensor | None = None,
+    hidden: Tensor, head: Tensor, given: Supervision, settings: DSpineSettings
 ) -> DistillationTerms:
     """``distill`` by automatic differentiation: the formula of the loss alone."""
+    label, weight, p, chosen = given
     logits = F.linear(hidden, head).to(at_least_float32(head.dtype))
     log_q = logits.log_softmax(dim=-1)
     ce = -log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1)
@@ -124,27 +117,22 @@ def distill_by_autograd(
 
 
 def backbone_sums(
-    head: Tensor,
-    teacher: Tensor,
-    states: PositionStates,
-    positions: SupervisedPositions,
-    settings: DSpineSettings,
-    *,
-    chunk: int,
-    distill: Distill,
-    chosen: Tensor | None,
+    batch: MicroBatch, distill: Distill, chosen: Tensor | None = None
 ) -> tuple[dict[str, Tensor], Tensor, Candidates | None]:
     """Returns the backbone's sums over n positions, which argmaxes are right [n], and the candidates.
 
-    Of the sums, "backbone" alone backpropagates. At most ``chunk`` positions' logits exist at a time (0: all).
-    ``teacher`` is the target's final states [R·S, H].
+    Of the sums, "backbone" alone backpropagates. ``chosen`` [n, K] as in ``Supervision``.
     """
-    size, parts = chunk or len(positions.label), []
-    for number, hidden in enumerate(states.hidden.split(size)):
+    positions, settings = batch.positions, batch.draft.settings
+    size, parts = batch.chunk or len(positions.label), []
+    for number, hidden in enumerate(batch.hidden.split(size)):
         part = slice(number * size, number * size + len(hidden))
-        p = teacher_distribution(head, teacher, states.teacher[part]) if settings.ce_weight < 1 else None
+        p = None
+        if settings.ce_weight < 1:
+            p = teacher_distribution(batch.head, batch.teacher, batch.teacher_index[part])
         picked = None if chosen is None else chosen[part]
-        parts.append(distill(hidden, head, positions.label[part], positions.weight[part], p, settings, picked))
+        given = Supervision(positions.label[part], positions.weight[part], p, picked)
+        parts.append(distill(hidden, batch.head, given, settings))
     ce, l1, correct = (torch.cat([getattr(terms, name) for terms in parts]) for name in ("ce", "l1", "correct"))
     w = positions.weight.to(ce.dtype)
     candidates, mass = None, w.new_zeros(())

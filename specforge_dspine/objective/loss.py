@@ -27,7 +27,7 @@ from specforge_dspine.objective.alignment_gate import gate_ce
 from specforge_dspine.objective.distillation import teacher_distribution
 from specforge_dspine.objective.metrics import Part, loss_parts
 from specforge_dspine.objective.refinement import choose_candidates
-from specforge_dspine.objective.supervision import PositionStates, SupervisedPositions, weighted_mean
+from specforge_dspine.objective.supervision import MicroBatch, weighted_mean
 
 WindowReduce = Callable[[Tensor], Tensor]
 """(ΣwCE, W, W_c, W_m) [4] of a micro-batch → of its optimizer window over all ranks."""
@@ -74,33 +74,22 @@ def normalize(
 
 
 @torch.no_grad()
-def look_ahead(
-    head: Tensor,
-    teacher: Tensor,
-    states: PositionStates,
-    positions: SupervisedPositions,
-    settings: DSpineSettings,
-    *,
-    weights: bool,
-    chunk: int,
-) -> Tensor:
-    """Returns (ΣwCE, W, W_c, W_m) [4] of a micro-batch; W_c and W_m are 0 unless ``weights`` asks for them.
+def look_ahead(batch: MicroBatch, *, weights: bool) -> Tensor:
+    """Returns (ΣwCE, W, W_c, W_m) [4] of a micro-batch; W_c and W_m are 0 unless ``weights`` asks for them."""
+    head, settings, positions = batch.head, batch.draft.settings, batch.positions
 
-    The other arguments are those of ``backbone_sums``.
-    """
-
-    def sums(hidden: Tensor, index: Tensor, weight: Tensor, label: Tensor) -> tuple[Tensor, ...]:
+    def sums(hidden: Tensor, teacher: Tensor, weight: Tensor, label: Tensor) -> tuple[Tensor, ...]:
         logits = F.linear(hidden, head).to(at_least_float32(head.dtype))
         w = weight.to(logits.dtype)
         ce = F.cross_entropy(logits, label, reduction="none")
         covered, heavy = torch.zeros_like(ce), torch.zeros_like(ce)
         if weights and settings.refinement:
-            p = teacher_distribution(head, teacher, index) if settings.ce_weight < 1 else None
+            p = teacher_distribution(head, batch.teacher, teacher) if settings.ce_weight < 1 else None
             c = choose_candidates(logits, p, settings.top_k)
             covered = (c.ids == label.unsqueeze(-1)).any(dim=-1).to(w.dtype)
             heavy = (c.mass > settings.candidate_mass_threshold).to(w.dtype)
         return (torch.stack([(w * ce).sum(), w.sum(), (w * covered).sum(), (w * heavy).sum()]),)
 
-    columns = (states.hidden, states.teacher, positions.weight, positions.label)
-    (total,) = checkpointed_chunk_reduce(sums, *columns, chunk_size=chunk)
+    columns = (batch.hidden, batch.teacher_index, positions.weight, positions.label)
+    (total,) = checkpointed_chunk_reduce(sums, *columns, chunk_size=batch.chunk)
     return total

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.injection import at_least_float32
-from specforge_dspine.objective.supervision import SupervisedPositions
+from specforge_dspine.objective.supervision import MicroBatch
 
 
 class Candidates(NamedTuple):
@@ -73,33 +73,26 @@ def refinement_terms(
 REFINEMENT_SUMS = ("refined_ce", "refined_l1", "covered", "heavy")
 
 
-def refinement_sums(
-    draft: DSpineDraftModel,
-    head: Tensor,
-    pre_injection: Tensor,
-    positions: SupervisedPositions,
-    candidates: Candidates | None,
-    *,
-    chunk: int,
-) -> tuple[dict[str, Tensor], Tensor]:
+def refinement_sums(batch: MicroBatch, candidates: Candidates | None) -> tuple[dict[str, Tensor], Tensor]:
     """Returns Σ w · term of what ``REFINEMENT_SUMS`` names, and which refined choices are right [n].
 
-    Recomputed in the backward pass, ``chunk`` positions at a time (0: kept). ``candidates`` None: all of it is 0.
+    Recomputed in the backward pass, chunk by chunk. Without ``candidates`` (no refinement) all of it is 0.
     """
-    correct = torch.zeros(len(positions.label), dtype=torch.bool, device=head.device)
+    draft, head, positions = batch.draft, batch.head, batch.positions
+    wide = at_least_float32(head.dtype)
+    wrong = torch.zeros(len(positions.label), dtype=torch.bool, device=head.device)
     if candidates is None:
-        zero = torch.zeros((), dtype=at_least_float32(head.dtype), device=head.device)
-        return dict.fromkeys(REFINEMENT_SUMS, zero), correct
+        return dict.fromkeys(REFINEMENT_SUMS, torch.zeros((), dtype=wide, device=head.device)), wrong
 
     def sums(
         state: Tensor, weight: Tensor, label: Tensor, predecessor: Tensor, index: Tensor, *c: Tensor
     ) -> tuple[Tensor, ...]:
         terms = refinement_terms(draft, head, state, label, predecessor, Candidates(*c))
-        w = weight.to(at_least_float32(head.dtype))
+        w = weight.to(wide)
         weighted = tuple((w * value).sum() for value in (terms.ce, terms.l1, terms.covered, terms.heavy))
-        return (*weighted, correct.index_put((index,), terms.correct))
+        return (*weighted, wrong.index_put((index,), terms.correct))
 
     index = torch.arange(len(positions.label), device=head.device)
-    columns = (pre_injection, positions.weight, positions.label, positions.predecessor, index, *candidates)
-    *values, correct_all = checkpointed_chunk_reduce(sums, *columns, chunk_size=chunk)
-    return dict(zip(REFINEMENT_SUMS, values, strict=True)), correct_all
+    columns = (batch.pre_injection, positions.weight, positions.label, positions.predecessor, index)
+    *values, correct = checkpointed_chunk_reduce(sums, *columns, *candidates, chunk_size=batch.chunk)
+    return dict(zip(REFINEMENT_SUMS, values, strict=True)), correct

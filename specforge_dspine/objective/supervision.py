@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specforge_dspine.modeling.blocks import Blocks
-from specforge_dspine.modeling.draft_model import DraftOutput
+from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
 
 
 class SupervisedPositions(NamedTuple):
@@ -60,24 +60,44 @@ def supervised_positions(
     )
 
 
-class PositionStates(NamedTuple):
-    """States at n supervised positions."""
+class MicroBatch(NamedTuple):
+    """What the loss of a micro-batch is computed from, at n supervised positions."""
 
+    draft: DSpineDraftModel
+    head: Tensor  # E [V, H], frozen
+    teacher: Tensor  # the target's final states [R·S, H], detached
+    positions: SupervisedPositions
+    teacher_index: Tensor  # [n], into ``teacher``
     hidden: Tensor  # norm(h_L) [n, H]
     pre_injection: Tensor  # u_L [n, H]
     features: Tensor  # of every layer, for the alignment [n, L, r or H]; [n, 0] without
-    teacher: Tensor  # [n], index into the target's final states [R·S, H]
+    chunk: int  # positions whose logits exist at a time; 0: all
 
 
-def gather_states(output: DraftOutput, positions: SupervisedPositions, length: int) -> PositionStates:
-    """Returns the draft's ``output`` at ``positions``, and the teacher's index; ``length`` is S."""
+def gather_positions(
+    draft: DSpineDraftModel,
+    head: Tensor,
+    output: DraftOutput,
+    last_hidden: Tensor,
+    positions: SupervisedPositions,
+    chunk: int = 0,
+) -> MicroBatch:
+    """Gather the draft's ``output`` and the teacher's states, of ``last_hidden`` [R, S, H], at ``positions``."""
     where = (positions.sequence, positions.block, positions.slot)
-    if output.features is None:
-        features = output.hidden.new_zeros(len(positions.label), 0)
-    else:
+    features = output.hidden.new_zeros(len(positions.label), 0)
+    if output.features is not None:
         features = output.features[:, *where].transpose(0, 1)
-    teacher = positions.sequence * length + positions.predecessor_position
-    return PositionStates(output.hidden[where], output.pre_injection[where], features, teacher)
+    return MicroBatch(
+        draft=draft,
+        head=head,
+        teacher=last_hidden.detach().flatten(0, 1),  # everything from the target is detached
+        positions=positions,
+        teacher_index=positions.sequence * last_hidden.shape[1] + positions.predecessor_position,
+        hidden=output.hidden[where],
+        pre_injection=output.pre_injection[where],
+        features=features,
+        chunk=chunk,
+    )
 
 
 def weighted_mean(total: Tensor, weight: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ trainable parameters, is optimized and is written to checkpoints.
 
 from __future__ import annotations
 
-from torch import Tensor, nn, no_grad
+import torch
+from torch import Tensor, nn
 
 from specforge_dspine.modeling.blocks import Blocks, forward_blocks
 from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
@@ -15,7 +16,7 @@ from specforge_dspine.objective.distillation import Distill, backbone_sums, dist
 from specforge_dspine.objective.loss import LossTerms, WindowReduce, identity, look_ahead, normalize
 from specforge_dspine.objective.metrics import accuracy_parts
 from specforge_dspine.objective.refinement import refinement_sums
-from specforge_dspine.objective.supervision import gather_states, supervised_positions
+from specforge_dspine.objective.supervision import gather_positions, supervised_positions
 
 
 class DSpineTrainingModel(nn.Module):
@@ -87,27 +88,19 @@ class DSpineTrainingModel(nn.Module):
                 without gradient (the look-ahead pass).
             candidates: [n, K], replaces the backbone's top K of every supervised position (conformance only).
         """
-        draft, head, settings = self.draft_model, self.lm_head.weight, self.draft_model.settings
-        teacher = target_last_hidden_states.detach().flatten(0, 1)  # everything from the target is detached
-        block_size = int(draft.block_size)
+        settings, block_size = self.draft_model.settings, int(self.draft_model.block_size)
         positions = supervised_positions(input_ids, loss_mask, blocks, block_size, self.loss_decay_gamma)
-        chunk = self.objective_chunk_blocks * (block_size - 1)
+        training = window_reduce is not None  # else the look-ahead pass: no gradient, no features
+        with torch.set_grad_enabled(training and torch.is_grad_enabled()):
+            output = self.forward_blocks(input_ids, hidden_states, blocks, with_features=training)
+        head, chunk = self.lm_head.weight, self.objective_chunk_blocks * (block_size - 1)
+        batch = gather_positions(self.draft_model, head, output, target_last_hidden_states, positions, chunk)
         if window_reduce is None:
-            with no_grad():
-                output = self.forward_blocks(input_ids, hidden_states, blocks)
-                states = gather_states(output, positions, input_ids.shape[1])
-            weights = self.normalization_scope == "window"
-            return look_ahead(head, teacher, states, positions, settings, weights=weights, chunk=chunk)
-
-        output = self.forward_blocks(input_ids, hidden_states, blocks, with_features=True)
-        states = gather_states(output, positions, input_ids.shape[1])
-        backbone, correct, chosen = backbone_sums(
-            head, teacher, states, positions, settings, chunk=chunk, distill=self.distill, chosen=candidates
-        )
-        refinement, refined = refinement_sums(draft, head, states.pre_injection, positions, chosen, chunk=chunk)
-        align = alignment_sums(draft, head, states.features, positions, chunk=chunk)
-        sums = {**backbone, **refinement, "align": align}
+            return look_ahead(batch, weights=self.normalization_scope == "window")
+        backbone, correct, chosen = backbone_sums(batch, self.distill, candidates)
+        refinement, refined_correct = refinement_sums(batch, chosen)
+        sums = {**backbone, **refinement, "align": alignment_sums(batch)}
         loss = normalize(sums, settings, self.normalization, self.normalization_scope, beta, window_reduce)
-        right = {"": correct, "refined_": refined} if settings.refinement else {"": correct}
-        loss.parts.update(accuracy_parts(positions, (*blocks.anchors.shape, block_size - 1), right))
+        outputs = {"": correct} | ({"refined_": refined_correct} if settings.refinement else {})
+        loss.parts.update(accuracy_parts(positions, (*blocks.anchors.shape, block_size - 1), outputs))
         return loss

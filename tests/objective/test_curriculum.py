@@ -48,7 +48,7 @@ def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
         assert torch.equal(alone.anchors[0], together.anchors[row])
         assert torch.equal(alone.replaced[0], together.replaced[row])
     assert not torch.equal(together.anchors[0], together.anchors[1])
-    assert not torch.equal(together.anchors[0], together.anchors[2]), "another epoch draws anew"
+    assert not torch.equal(together.anchors[0], together.anchors[2]), "another epoch draws others"
     assert not torch.equal(draw(mask, ids, seed=4).anchors, together.anchors)
     state = torch.get_rng_state()
     draw(mask, ids)

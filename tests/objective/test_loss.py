@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specforge_dspine.modeling.blocks import Blocks
-from specforge_dspine.objective.distillation import distill, distill_by_autograd
+from specforge_dspine.objective.distillation import Supervision, distill, distill_by_autograd
 from specforge_dspine.objective.supervision import supervised_positions
 from tests.support.drafts import make_batch, make_blocks, make_model
 
@@ -174,6 +174,6 @@ def test_loss_and_gradient_agree_by_finite_differences() -> None:
     settings = make_model(refinement=False, ce_weight=0.3).draft_model.settings
 
     def loss(states: torch.Tensor) -> torch.Tensor:
-        return distill(states, head, label, weight, p.clone(), settings).loss
+        return distill(states, head, Supervision(label, weight, p.clone()), settings).loss
 
     assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(),), eps=1e-7, atol=1e-6)

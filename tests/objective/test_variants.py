@@ -206,11 +206,11 @@ def test_refinement_without_injection_is_refused_with_its_section(world: Path, t
         check_recipe(document)
 
 
-def exported(name: str, flavor: str, out: Path) -> Any:
+def exported(name: str, layout: str, out: Path) -> Any:
     draft = make_model(dtype=torch.float32, **VARIANTS[name]).draft_model
     config = draft.config
     config.dspine_config = draft.settings.model_dump(mode="json") | {"excluded_ids": [63], "valid_vocab_size": 70}
-    write_checkpoint(draft.state_dict(), config, flavor, out, torch.float32)
+    write_checkpoint(draft.state_dict(), config, layout, out, torch.float32)
     return draft
 
 

@@ -36,9 +36,9 @@ from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.injection import AdjacentCausalInjection
 from specforge_dspine.modeling.transfer_space import FLOOR, TransferSpace
 from specforge_dspine.objective import alignment_gate, distillation, loss, refinement, supervision, training_model
-from specforge_dspine.objective.distillation import Distill, DistillationTerms
+from specforge_dspine.objective.distillation import Distill, DistillationTerms, Supervision
 from specforge_dspine.objective.refinement import Candidates, RefinementTerms
-from specforge_dspine.objective.supervision import PositionStates, SupervisedPositions
+from specforge_dspine.objective.supervision import MicroBatch, SupervisedPositions
 from tests.support import ROOT
 
 HERE = ROOT / "tests"
@@ -359,15 +359,13 @@ def label_among_the_candidates() -> AbstractContextManager[None]:
     """Where the top K miss the label, it takes the last place."""
 
     def make(original: Distill) -> Distill:
-        def changed(
-            hidden: Tensor, head: Tensor, label: Tensor, weight: Tensor, p: Any, settings: Any, chosen: Any = None
-        ) -> DistillationTerms:
-            ids = chosen
+        def changed(hidden: Tensor, head: Tensor, given: Supervision, settings: Any) -> DistillationTerms:
+            label, ids = given.label, given.chosen
             if ids is None:
                 ids = F.linear(hidden.detach(), head).topk(settings.top_k, dim=-1).indices
             missing = ~(ids == label.unsqueeze(-1)).any(dim=-1)
             ids = torch.cat([ids[:, :-1], torch.where(missing, label, ids[:, -1]).unsqueeze(-1)], dim=-1)
-            return original(hidden, head, label, weight, p, settings, ids)
+            return original(hidden, head, given._replace(chosen=ids), settings)
 
         return changed
 
@@ -401,17 +399,10 @@ def gate_without_stop_gradient() -> Iterator[None]:
     """The CE in λ is trained through."""
     sums_of = distillation.backbone_sums
 
-    def backbone_sums(
-        head: Tensor,
-        teacher: Tensor,
-        states: PositionStates,
-        positions: SupervisedPositions,
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
-        sums, correct, candidates = sums_of(head, teacher, states, positions, *rest, **named)
-        ce = F.cross_entropy(F.linear(states.hidden, head), positions.label, reduction="none")
-        return sums | {"ce": (positions.weight.to(ce.dtype) * ce).sum()}, correct, candidates
+    def backbone_sums(batch: MicroBatch, *rest: Any, **named: Any) -> Any:
+        sums, correct, candidates = sums_of(batch, *rest, **named)
+        ce = F.cross_entropy(F.linear(batch.hidden, batch.head), batch.positions.label, reduction="none")
+        return sums | {"ce": (batch.positions.weight.to(ce.dtype) * ce).sum()}, correct, candidates
 
     def window_contribution(sums: dict[str, Tensor]) -> Tensor:
         return torch.stack([sums[name] for name in ("ce", "weight", "covered", "heavy")])
