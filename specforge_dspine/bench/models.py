@@ -18,11 +18,13 @@ from specforge.training.strategies.base import DraftTrainStrategy, StepContext
 from torch import nn
 from transformers import Qwen3Config
 
-from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
+from specforge_dspine.modeling.draft_config import small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.injection import AdjacentCausalInjection
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.transfer_space import TransferSpace, build_transfer_space
-from specforge_dspine.objective.curriculum import alignment_beta, draw_blocks
+from specforge_dspine.objective.alignment_gate import alignment_beta
+from specforge_dspine.objective.curriculum import draw_blocks
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.strategy import FEATURES, DSpineTrainStrategy, Schedule
 

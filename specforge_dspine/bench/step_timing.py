@@ -20,14 +20,14 @@ from specforge_dspine.bench.models import Bench, Sizes
 from specforge_dspine.modeling.blocks import Blocks
 from specforge_dspine.modeling.draft_model import DraftOutput
 from specforge_dspine.modeling.injection import AdjacentCausalInjection
-from specforge_dspine.objective.loss import Loss
+from specforge_dspine.objective.loss import LossTerms
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 
 
 def draft_output(model: DSpineTrainingModel, inputs: dict[str, Any]) -> DraftOutput:
     """The draft's forward, as training runs it."""
     blocks: Blocks = inputs["blocks"]
-    return model.draft_blocks(inputs["input_ids"], inputs["hidden_states"], blocks, with_features=True)
+    return model.forward_blocks(inputs["input_ids"], inputs["hidden_states"], blocks, with_features=True)
 
 
 def leaves_of(output: DraftOutput) -> DraftOutput:
@@ -38,11 +38,11 @@ def leaves_of(output: DraftOutput) -> DraftOutput:
 @contextmanager
 def given_output(model: DSpineTrainingModel, output: DraftOutput) -> Iterator[None]:
     """The model's forward is its objective alone: the draft's ``output`` is given, not computed."""
-    vars(model)["draft_blocks"] = lambda *_args, **_options: output
+    vars(model)["forward_blocks"] = lambda *_args, **_options: output
     try:
         yield
     finally:
-        del vars(model)["draft_blocks"]
+        del vars(model)["forward_blocks"]
 
 
 @dataclass
@@ -81,7 +81,7 @@ def step_in_pieces(bench: Bench, inputs: dict[str, Any]) -> Pieces:
             hook.remove()
     output = kept.pop()
     leaves = leaves_of(output)
-    losses: list[Loss] = []
+    losses: list[LossTerms] = []
     with given_output(model, leaves):
         pieces.objective_forward = bench.timed(lambda: losses.append(model(**inputs)))
         pieces.objective_backward = bench.timed(losses[0].numerator.backward)
@@ -89,7 +89,7 @@ def step_in_pieces(bench: Bench, inputs: dict[str, Any]) -> Pieces:
     roots, gradients = zip(*((value, gradient) for value, gradient in pairs if gradient is not None), strict=True)
     pieces.draft_backward = bench.timed(lambda: torch.autograd.backward(roots, gradients))
     with torch.no_grad():
-        pieces.look_ahead = bench.timed(lambda: model(**inputs | {"share": None}))
+        pieces.look_ahead = bench.timed(lambda: model(**inputs | {"window_reduce": None}))
     pieces.rows = int(losses[0].parts["rows"][0])
     return pieces
 

@@ -23,10 +23,17 @@ from specforge_dspine.decoding.proposal import (
 from specforge_dspine.decoding.sampling import GREEDY
 from specforge_dspine.modeling.draft_model import DraftOutput
 from specforge_dspine.modeling.transfer_space import build_transfer_space
-from specforge_dspine.objective.curriculum import alignment_beta, replacement_probability
-from specforge_dspine.objective.distillation import Distill, distill, distill_by_autograd, teacher_distribution
-from specforge_dspine.objective.loss import cosine_terms, refinement_terms
-from specforge_dspine.objective.supervision import Rows, gathered, supervised_rows
+from specforge_dspine.objective.alignment_gate import alignment_beta, cosine_terms
+from specforge_dspine.objective.curriculum import replacement_probability
+from specforge_dspine.objective.distillation import (
+    Distill,
+    Supervision,
+    distill,
+    distill_by_autograd,
+    teacher_distribution,
+)
+from specforge_dspine.objective.refinement import refinement_terms
+from specforge_dspine.objective.supervision import SupervisedPositions, gather_positions, supervised_positions
 
 # Qwen3's RoPE and norms compute in float32 whatever the model's dtype is, hence 1e-6 and not 1e-12 in float64.
 # float32 gets a few times the 1e-5 that one run of it is off; bfloat16 keeps 8 bits, and discrete picks may flip.
@@ -109,7 +116,9 @@ def _scalar(value: float) -> Tensor:
 
 def forward(v: Vectors, *, replace: bool) -> DraftOutput:
     """The draft's outputs of the padded batch, [2, N + 1, B, ..]."""
-    return v.model.draft_blocks(v.batch("input_ids"), v.batch("taps"), v.blocks(replace=replace), with_features=True)
+    return v.model.forward_blocks(
+        v.batch("input_ids"), v.batch("taps"), v.blocks(replace=replace), with_features=True
+    )
 
 
 def output_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -123,9 +132,9 @@ def output_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield f"outputs/features{suffix}", out.features[:, 0, :count], v[f"outputs/features{suffix}"]
 
 
-def rows_of(v: Vectors) -> Rows:
+def rows_of(v: Vectors) -> SupervisedPositions:
     """The supervised rows of the padded batch."""
-    return supervised_rows(
+    return supervised_positions(
         v.batch("input_ids"),
         v.loss_mask(),
         v.blocks(replace=True),
@@ -147,22 +156,23 @@ def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     if len(rows.label) != len(v["rows/label"]):
         return  # the rows above are off; nothing below can be compared
     last, settings = v.batch("last"), v.draft.settings
-    hidden, pre_injection, features, position = gathered(forward(v, replace=True), rows, last.shape[1])
-    p = teacher_distribution(v.head, last.flatten(0, 1), position)
+    batch = gather_positions(v.draft, v.head, forward(v, replace=True), last, rows)
+    p = teacher_distribution(v.head, batch.teacher, batch.teacher_index)
     chosen = v.candidates("rows/candidates")
     for name, implementation in distillations().items():
-        d = implementation(hidden, v.head, rows.label, rows.weight, p.clone(), settings, chosen)
+        given = Supervision(rows.label, rows.weight, p.clone(), chosen)
+        d = implementation(batch.hidden, v.head, given, settings)
         for field in ("ce", "l1", "correct"):
             yield f"rows/{field}{name}", getattr(d, field), v[f"rows/{field}"]
     assert d.candidates is not None
     yield "rows/mass", d.candidates.mass, v["rows/mass"]
-    refined = refinement_terms(v.draft, v.head, pre_injection, rows.label, rows.predecessor, d.candidates)
+    refined = refinement_terms(v.draft, v.head, batch.pre_injection, rows.label, rows.predecessor, d.candidates)
     names = {"ce": "rce", "l1": "rl1", "correct": "refined_correct"}
     for field, value in refined._asdict().items():
         name = f"rows/{names.get(field, field)}"
         yield name, value, v[name]
-    yield "rows/align", cosine_terms(v.draft, features, rows.label), v["rows/align"]
-    logits = F.linear(hidden, v.head).double()
+    yield "rows/align", cosine_terms(v.draft, batch.features, rows.label), v["rows/align"]
+    logits = F.linear(batch.hidden, v.head).double()
     own = logits.topk(settings.top_k, dim=-1).indices
     yield "rows/candidates", 1 + candidate_error(logits, own, v["rows/candidates"]), _scalar(1.0)
 

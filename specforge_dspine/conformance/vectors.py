@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.formats.writer import cast_weight, write_checkpoint
 from specforge_dspine.modeling.blocks import Blocks
-from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
+from specforge_dspine.modeling.draft_config import small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.state_dict import READY, TABLE
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.training_model import DSpineTrainingModel

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from specforge_dspine.decoding.proposal import Proposal, propose
 from specforge_dspine.decoding.sampling import GREEDY, Sampling
 from specforge_dspine.modeling.attention_mask import block_mask
-from specforge_dspine.modeling.blocks import Blocks, draft_blocks
+from specforge_dspine.modeling.blocks import Blocks, forward_blocks
 from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
 
 AT_ONCE = 64  # blocks of one forward
@@ -104,7 +104,7 @@ def draft_all_anchors(drafter: BlockDrafter, ids: Tensor, taps: Tensor, anchors:
     keep = torch.ones(1, len(anchors), dtype=torch.bool, device=ids.device)
     blocks = Blocks(anchors=anchors[None], keep=keep, replaced=~keep)
     states = taps[None].to(drafter.embedding.dtype)
-    out = draft_blocks(drafter.draft, lambda known: drafter.embedding[known], ids[None], states, blocks)
+    out = forward_blocks(drafter.draft, lambda known: drafter.embedding[known], ids[None], states, blocks)
     return propose(
         drafter.draft,
         drafter.head,

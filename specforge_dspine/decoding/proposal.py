@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specforge_dspine.decoding.sampling import Sampling, distribution, draw
-from specforge_dspine.modeling.config import DSpineSettings
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineSettings
 
 Pick = Callable[[Tensor], Tensor]
 """Chooses an index [..] from a row of scores [.., K]."""

@@ -18,7 +18,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from specforge_dspine.modeling.config import ARCHITECTURE, DSpineSettings, check_vocabulary, rope_theta, settings_of
+from specforge_dspine.modeling.draft_config import ARCHITECTURE, check_vocabulary, rope_theta
+from specforge_dspine.modeling.settings import DSpineSettings, settings_of
 from specforge_dspine.modeling.state_dict import TABLE, expected_shapes
 from specforge_dspine.utils.errors import CheckpointError
 

@@ -22,10 +22,11 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config
 
 from specforge_dspine.formats import config_json
 from specforge_dspine.formats.config_json import BRIDGE, CONFIG, LAYOUTS, WEIGHTS, integer, section
-from specforge_dspine.modeling.config import ARCHITECTURE, settings_of
+from specforge_dspine.modeling.draft_config import ARCHITECTURE
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import settings_of
 from specforge_dspine.modeling.state_dict import READY, TABLE, check_tensors
-from specforge_dspine.modeling.vocabulary import emittable
+from specforge_dspine.modeling.vocabulary import output_vocabulary
 from specforge_dspine.utils.errors import CheckpointError
 from specforge_dspine.utils.files import read_json
 
@@ -114,7 +115,7 @@ def complete_config(
     """
     dflash, vocab = section(payload, "dflash_config"), integer(payload, "vocab_size")
     mask_id = integer(dflash, "mask_token_id", "dflash_config.")
-    excluded, valid = ([mask_id], vocab) if tokenizer is None else emittable(tokenizer, vocab, mask_id)
+    excluded, valid = ([mask_id], vocab) if tokenizer is None else output_vocabulary(tokenizer, vocab, mask_id)
     settings: dict[str, Any] = {"excluded_ids": excluded, "valid_vocab_size": valid}
     if layout == "dflash":
         settings |= PLAIN_DFLASH | {"causal": payload.get("is_causal", dflash.get("causal", False))}

@@ -20,7 +20,7 @@ from specforge_dspine.formats.config_json import (
 )
 from specforge_dspine.formats.model_card import model_card
 from specforge_dspine.formats.reader import load_draft
-from specforge_dspine.modeling.config import settings_of
+from specforge_dspine.modeling.settings import settings_of
 from specforge_dspine.modeling.state_dict import TABLE, check_tensors
 from specforge_dspine.utils.errors import CheckpointError
 from specforge_dspine.utils.files import atomic_folder, write_json

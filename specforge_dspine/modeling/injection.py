@@ -6,8 +6,9 @@ With u_t the state of slot t after draft layer ℓ and z_t = f_ℓ(u_t) = √r �
     m_t = A z_{t−1}                             [a]
     h_t = u_t + RMS(u_t) · W_ℓ (g_t ⊙ m_t)      [H],   RMS(u) = ‖u‖ / √H
 
-All slots read pre-injection features. Slot 0, the anchor, is unchanged, and slot 1's predecessor is the
-anchor's code √r · C_{x_0}, never f_ℓ(u_0). W_ℓ = 0 at the start: the first forward is a block-causal DFlash.
+All slots read pre-injection features. Slot 0, the anchor, is unchanged, and slot 1's predecessor is the anchor's code
+√r · C_{x_0}, never f_ℓ(u_0). W_ℓ = 0 at the start: the first forward is a block-causal DFlash. Redoing the last
+layer's ``write`` with a known predecessor is the last-write refinement (§6.2), ``DSpineDraftModel.refine``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from torch import Tensor, nn
 from specforge_dspine.modeling.transfer_space import FLOOR
 
 
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """What softmaxes and norms are computed in: float32, or ``dtype`` if that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def linear(x: Tensor, layer: nn.Module) -> Tensor:
     """``layer`` [out, in] on x [.., in] in x's dtype: float32 states (decoding) keep their precision.
 
@@ -31,10 +37,7 @@ def linear(x: Tensor, layer: nn.Module) -> Tensor:
 
 
 class LayerReadouts(nn.Module):
-    """R_ℓ [r, H] for each of ``layers`` L: all that the cosine alignment needs of the transfer space.
-
-    Parameters: L·(r·H).
-    """
+    """R_ℓ [r, H] of every layer: all that the cosine alignment needs of the transfer space. Parameters: L·(r·H)."""
 
     def __init__(self, layers: int, hidden: int, rank: int) -> None:
         super().__init__()
@@ -43,24 +46,21 @@ class LayerReadouts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, directions: Tensor | None = None) -> None:
-        """R_ℓ = Pᵀ from ``directions`` P [H, r]; None: as they are."""
+        """Set R_ℓ = Pᵀ from ``directions`` P [H, r]; None leaves them as they are."""
         if directions is not None:
             for readout in self.readouts:
                 readout.get_parameter("weight").copy_(directions.T)
 
     def feature(self, layer: int, state: Tensor) -> Tensor:
-        """f_ℓ: state [.., H] → z [.., r], z = √r · normalize(R_ℓ state); the norm is taken in ≥ float32."""
+        """f_ℓ: state [.., H] → z [.., r], z = √r · normalize(R_ℓ state)."""
         projected = linear(state, self.readouts[layer])
-        wide = projected.to(torch.promote_types(projected.dtype, torch.float32))
-        unit = wide / wide.norm(dim=-1, keepdim=True).clamp_min(FLOOR)
+        exact = projected.to(at_least_float32(projected.dtype))
+        unit = exact / exact.norm(dim=-1, keepdim=True).clamp_min(FLOOR)
         return (math.sqrt(self.rank) * unit).to(state.dtype)
 
 
 class AdjacentCausalInjection(LayerReadouts):
-    """R_ℓ and W_ℓ for each of ``layers`` L; A, G_q, G_p and b are shared by all of them.
-
-    Parameters: L·(r·H) + L·(H·a) + 3·(a·r) + a.
-    """
+    """R_ℓ and W_ℓ of every layer, and A, G_q, G_p, b for all. Parameters: L·(r·H) + L·(H·a) + 3·(a·r) + a."""
 
     def __init__(self, layers: int, hidden: int, rank: int, message: int) -> None:
         super().__init__(layers, hidden, rank)
@@ -72,9 +72,9 @@ class AdjacentCausalInjection(LayerReadouts):
 
     @torch.no_grad()
     def reset_parameters(self, directions: Tensor | None = None) -> None:
-        """W, G_p, b = 0 (identity at the start); A, G_q uniform in ±1/√r; R_ℓ = Pᵀ from ``directions`` P [H, r].
+        """Set W, G_p, b = 0; A, G_q uniform in ±1/√r; R_ℓ = Pᵀ from ``directions`` P [H, r].
 
-        To be called after the base model's ``post_init``, which redraws every linear layer.
+        Call it after the base model's ``post_init``, which redraws every linear layer.
         """
         super().reset_parameters(directions)
         for write in self.writes:
@@ -90,21 +90,19 @@ class AdjacentCausalInjection(LayerReadouts):
 
         Leading dimensions broadcast: the transition cache writes K predecessors onto one state.
         """
-        gate = torch.sigmoid(
-            linear(receiver, self.receiver_gate)
-            + linear(predecessor, self.predecessor_gate)
-            + self.bias.to(state.dtype)
-        )
+        logits = linear(receiver, self.receiver_gate) + linear(predecessor, self.predecessor_gate)
+        gate = torch.sigmoid(logits + self.bias.to(state.dtype))
         delta = linear(gate * linear(predecessor, self.message), self.writes[layer])
-        wide = state.to(torch.promote_types(state.dtype, torch.float32))
-        rms = wide.square().mean(dim=-1, keepdim=True).sqrt().to(state.dtype)
+        exact = state.to(at_least_float32(state.dtype))
+        rms = exact.square().mean(dim=-1, keepdim=True).sqrt().to(state.dtype)
         return state + rms * delta
 
     def forward(self, layer: int, states: Tensor, codes: Tensor, known: Tensor) -> Tensor:
         """Inject after draft layer ``layer``: u [.., B, H] → h [.., B, H].
 
-        ``codes`` [.., M, r] holds √r · C of the right predecessor of slots 1..M, ``known`` [.., M] (bool) says
-        which slots use it; the others read z_{t−1} of the model's own state. Slot 1 must be known.
+        Args:
+            codes: [.., M, r], √r · C of the correct predecessors of slots 1..M.
+            known: [.., M] (bool), the slots that use it; the others read their neighbor's feature. Slot 1 must.
         """
         features = self.feature(layer, states)
         predecessors = torch.where(known.unsqueeze(-1), codes, features[..., :-1, :])

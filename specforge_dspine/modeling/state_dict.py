@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specforge_dspine.modeling.config import settings_of
+from specforge_dspine.modeling.settings import settings_of
 from specforge_dspine.utils.errors import CheckpointError
 
 TABLE, READY = "transfer_codes", "transfer_ready"

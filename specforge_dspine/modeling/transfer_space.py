@@ -1,12 +1,11 @@
-"""The unified transfer space (§3): a fixed r-dimensional space whitened out of the target's LM head.
+"""The unified transfer space (§3): a fixed r-dimensional space, whitened out of the target's LM head.
 
     Ē_v = E_v / ‖E_v‖      μ = mean_v Ē_v      X_v = Ē_v − μ
     P, Λ = top-r eigenvectors and eigenvalues of Σ_v X_v X_vᵀ
     C_v = normalize(Λ^(−1/2) Pᵀ X_v)
 
-All V rows count, padded rows included. Eigenvectors are ordered by descending eigenvalue and the
-largest-magnitude component of each is positive, so that the table is reproducible. A trained draft ships its
-own table: it is never recomputed for a trained checkpoint.
+All V rows count, padded rows included. For a reproducible table, eigenvalues descend and the largest-magnitude
+component of each eigenvector is positive. A trained draft ships its own table, which is never recomputed.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specforge_dspine.utils.files import atomic_write
+
 TRANSFER_VERSION = 1  # part of the cache key: raise it when a formula below changes
 CHUNK_ROWS = 8192  # rows of the head that are held in float64 at a time
 FLOOR = 1e-12  # of every norm, so that a zero row stays finite
@@ -28,12 +29,12 @@ RANK_TOLERANCE = 1e-10  # λ_r / λ_1 below this: the head has no such direction
 
 
 class TransferSpace(NamedTuple):
-    """``codes`` C [V, r], unit rows; ``directions`` P [H, r]; ``eigenvalues`` Λ [r]; ``mean`` μ [H]."""
+    """The table of codes, and what it was made of."""
 
-    codes: Tensor
-    directions: Tensor
-    eigenvalues: Tensor
-    mean: Tensor
+    codes: Tensor  # C [V, r], unit rows
+    directions: Tensor  # P [H, r]
+    eigenvalues: Tensor  # Λ [r]
+    mean: Tensor  # μ [H]
 
 
 def _unit_rows(head: Tensor, chunk_rows: int) -> Iterator[Tensor]:
@@ -48,8 +49,8 @@ def build_transfer_space(
 ) -> TransferSpace:
     """Whiten ``head`` E [V, H] into a transfer space of ``rank`` r, computed in float64 on the head's device.
 
-    Three passes over the rows (mean, second moment, codes) of ``chunk_rows`` rows each; peak extra memory is
-    two chunks [chunk_rows, H], three [H, H] matrices and the table [V, r] itself.
+    Three passes (mean, second moment, codes), ``chunk_rows`` rows at a time. Extra memory: two chunks, three [H, H]
+    matrices and the table [V, r] itself.
 
     Raises:
         ValueError: ``rank`` exceeds H, or the centered head has fewer independent directions.
@@ -88,7 +89,7 @@ def build_transfer_space(
 
 
 def head_fingerprint(head: Tensor, rank: int) -> str:
-    """Key of the cached table: hex digest over the head's content [V, H], its dtype, r and our version."""
+    """The cache key: hex digest over the content, dtype and shape of ``head`` [V, H], over r and our version."""
     digest = hashlib.sha256(f"{TRANSFER_VERSION}:{rank}:{head.dtype}:{tuple(head.shape)}".encode())
     for rows in head.detach().split(CHUNK_ROWS):
         digest.update(memoryview(rows.contiguous().cpu().view(torch.uint8).numpy()).cast("B"))
@@ -96,19 +97,11 @@ def head_fingerprint(head: Tensor, rank: int) -> str:
 
 
 def cached_transfer_space(head: Tensor, rank: int, cache_dir: str | os.PathLike[str]) -> TransferSpace:
-    """``build_transfer_space`` in float32, kept under ``cache_dir`` by the head's fingerprint.
-
-    The file is written beside its final name and renamed, so that a killed run never leaves half a table.
-
-    Raises:
-        ValueError: as ``build_transfer_space``.
-    """
+    """``build_transfer_space`` in float32, kept under ``cache_dir`` by the fingerprint of ``head`` [V, H]."""
     path = Path(cache_dir) / f"transfer-{head_fingerprint(head, rank)}.safetensors"
-    if not path.exists():  # written whole or not at all
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
         space = build_transfer_space(head, rank)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file({name: value.contiguous().cpu() for name, value in space._asdict().items()}, partial)
-        os.replace(partial, path)
+        with atomic_write(path) as file:  # a killed run leaves no part of a table
+            save_file({name: value.contiguous().cpu() for name, value in space._asdict().items()}, file.name)
     tensors = load_file(path)
     return TransferSpace(**{name: tensors[name].to(head.device) for name in TransferSpace._fields})

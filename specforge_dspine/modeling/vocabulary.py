@@ -1,35 +1,31 @@
-"""Which vocabulary rows mean something: the mask token, and the ids that the target never generates.
+"""The mask token, and the ids that a target can generate.
 
-An LM head has V rows, a tokenizer often fewer entries (Qwen3: 151936 rows, 151669 entries), and some of
-these are placeholders. Training feeds the mask token in slots 1..M; decoding removes what cannot be right
-before it takes the top K (§6).
+An LM head has V rows. A tokenizer often has fewer entries (Qwen3: 151936 rows, 151669 entries), and some of these
+are placeholders. Training feeds the mask token in slots 1..M; decoding removes the rest before the top K (§6).
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = re.compile(r"reserved|unused|placeholder|extra_id|^<SPECIAL_\d+>$", re.IGNORECASE)
-"""Names by which vocabularies say that an added token stands for nothing (Llama, Gemma, T5, Mistral)."""
+"""Names of added tokens without a meaning, as Llama, Gemma, T5 and Mistral write them."""
 
-NAMED_IN_ERROR = 12
+NAMED_IN_ERROR = 12  # reserved entries that an error message lists
 
 
 def resolve_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, explicit: int | None) -> int:
-    """The id whose embedding fills slots 1..M; an id that no text of the target holds.
+    """Returns the id whose embedding fills slots 1..M: one that no text of the target holds.
 
-    Tried in order: ``explicit`` (the recipe's ``model.mask_token_id``), the tokenizer's own mask token, the
-    first embedding row behind the tokenizer's entries. Nothing falls back to the pad token, which is the
-    end token of many targets (NeMo#2461).
-
-    Args:
-        vocab_rows: V, the rows of the target's embedding.
+    Tried in order: ``explicit`` (the recipe's ``model.mask_token_id``), the tokenizer's own mask token, the first
+    of the V = ``vocab_rows`` rows behind the tokenizer's entries. The pad token is never used: it is the end token
+    of many targets (NeMo#2461).
 
     Raises:
-        ValueError: an id outside of the rows, one that has a meaning of its own, or none to be had; the
-            message lists ids of this tokenizer that would do.
+        ValueError: an id outside the rows, one with a meaning of its own, or none; the message lists usable ids.
     """
     if explicit is not None:
         return _checked(tokenizer, vocab_rows, explicit, "model.mask_token_id")
@@ -44,15 +40,20 @@ def resolve_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, expl
     )
 
 
-def emittable(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, mask_token_id: int) -> tuple[list[int], int]:
-    """What the target can generate at all: ``(excluded_ids, valid_vocab_size)``.
+class OutputVocabulary(NamedTuple):
+    """What the target can generate: the ids below ``valid_size`` except ``excluded_ids`` (ascending)."""
 
-    ``valid_vocab_size`` is the number of rows that the tokenizer reaches; all later rows are padding.
-    ``excluded_ids`` (ascending, all below ``valid_vocab_size`` except perhaps the mask) are the mask token,
-    ids that no entry uses, and added tokens that call themselves placeholders (:data:`PLACEHOLDER`).
-    Everything else stays, special tokens included: to exclude an id that the target does generate costs a
-    rejection each time, while to keep one that it never generates costs nothing, since the draft learns
-    to avoid it.
+    excluded_ids: list[int]
+    valid_size: int
+
+
+def output_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, mask_token_id: int) -> OutputVocabulary:
+    """What the target can generate at all, out of V = ``vocab_rows``.
+
+    ``valid_size`` counts the rows that the tokenizer reaches; all later rows are padding. Excluded are the mask
+    token, ids that no entry uses, and added tokens whose name says placeholder (:data:`PLACEHOLDER`). Everything
+    else stays, special tokens included. Excluding an id that the target does generate costs a rejection each
+    time. Keeping one that it never generates costs nothing: the draft learns to avoid it.
 
     Raises:
         ValueError: ``mask_token_id`` is not one of the ``vocab_rows`` rows.
@@ -60,38 +61,33 @@ def emittable(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, mask_token_id
     if not 0 <= mask_token_id < vocab_rows:
         raise ValueError(f"mask_token_id = {mask_token_id}: the embedding has rows 0 to {vocab_rows - 1}")
     valid = min(_entries(tokenizer), vocab_rows)
-    used = set(tokenizer.get_vocab().values())
-    placeholders = {k for k, text in _reserved(tokenizer).items() if PLACEHOLDER.search(text)}
-    excluded = {mask_token_id} | (set(range(valid)) - used) | {k for k in placeholders if k < valid}
-    return sorted(excluded), valid
+    unused = set(range(valid)) - set(tokenizer.get_vocab().values())
+    placeholders = {k for k, text in _reserved(tokenizer).items() if PLACEHOLDER.search(text) and k < valid}
+    return OutputVocabulary(sorted({mask_token_id} | unused | placeholders), valid)
 
 
 def _checked(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, token_id: int, field: str) -> int:
-    if not 0 <= token_id < vocab_rows:
-        raise ValueError(
-            f"{field} = {token_id}: the embedding has rows 0 to {vocab_rows - 1}. " + _advice(tokenizer, vocab_rows)
-        )
     roles = [role for role in ("pad", "eos", "bos", "unk") if getattr(tokenizer, f"{role}_token_id") == token_id]
     known = token_id in tokenizer.get_vocab().values()
     text = tokenizer.convert_ids_to_tokens(token_id) if known else ""
-    if roles:
-        problem = f"is the tokenizer's {' and '.join(roles)} token {text!r}"
+    if not 0 <= token_id < vocab_rows:
+        problem = f": the embedding has rows 0 to {vocab_rows - 1}."
+    elif roles:
+        problem = f" is the tokenizer's {' and '.join(roles)} token {text!r}; the mask needs an id of its own."
     elif known and token_id != tokenizer.mask_token_id and token_id not in _reserved(tokenizer):
-        problem = f"is {text!r}, which occurs in the target's text"
+        problem = f" is {text!r}, which occurs in the target's text; the mask needs an id of its own."
     else:
         return token_id
-    raise ValueError(
-        f"{field} = {token_id} {problem}; the mask needs an id of its own. {_advice(tokenizer, vocab_rows)}"
-    )
+    raise ValueError(f"{field} = {token_id}{problem} {_advice(tokenizer, vocab_rows)}")
 
 
 def _entries(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the highest id; equals ``len(tokenizer)`` where the ids have no gap."""
+    """One more than the highest id: ``len(tokenizer)`` where the ids have no gap."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def _reserved(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Added tokens without a role of their own that the chat template never writes, by id."""
+    """Added tokens by id that have no role and that the chat template never writes."""
     roles = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):  # several named templates
@@ -101,6 +97,7 @@ def _reserved(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def _advice(tokenizer: PreTrainedTokenizerBase, vocab_rows: int) -> str:
+    """Usable mask ids in words, placeholders first."""
     entries = _entries(tokenizer)
     reserved = sorted(
         ((k, text) for k, text in _reserved(tokenizer).items() if k < vocab_rows),

@@ -1,15 +1,15 @@
-"""Distillation over the full vocabulary: the backbone's loss, and its gradient in the same pass (§5).
+"""The backbone's distillation over the full vocabulary, and its gradient in the same pass (§5).
 
-With logits s = E·h, q = softmax(s), teacher p, label y, for every row of weight w:
+With logits s = E·h, q = softmax(s), teacher p, label y, per supervised position of weight w:
 
     loss        w (α CE + (1−α) ℓ1),       CE = −log q_y,  ℓ1 = Σ_v |q_v − p_v|
     d loss / ds w (α (q − 1_y) + (1−α) q ⊙ (σ − ⟨q, σ⟩)),  σ = sign(q − p)
                 = q ⊙ (w (1−α) σ + w (α − (1−α) ⟨q, σ⟩)) − α w 1_y
     d loss / dh = Eᵀ (d loss / ds)
 
-The head is frozen, so a row's gradient by h is all that its backward pass needs: ``distill`` computes it while the
-logits exist and keeps [n, H], so that no [n, V] tensor outlives its chunk and none is computed twice.
-``distill_by_autograd`` is the same by differentiation: the reference, for conformance and tests.
+The head is frozen, so the gradient by h is all that the backward pass needs. ``distill`` computes it while the
+logits exist and keeps [n, H]: no [n, V] tensor outlives its chunk, and none is computed twice.
+``distill_by_autograd`` is the reference by automatic differentiation, for conformance and tests.
 """
 
 from __future__ import annotations
@@ -21,56 +21,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specforge_dspine.modeling.config import DSpineSettings
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Softmaxes are taken in float32, or in ``dtype`` if that is wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-@torch.no_grad()
-def teacher_distribution(head: Tensor, teacher: Tensor, position: Tensor) -> Tensor:
-    """p = softmax(E · final state) [n, V] of the states number ``position`` [n] in ``teacher`` [R·S, H]."""
-    needed, row = position.unique(return_inverse=True)  # blocks overlap: a position's p serves several rows
-    return F.linear(teacher[needed], head).to(wide(head.dtype)).softmax(dim=-1)[row]
-
-
-class Candidates(NamedTuple):
-    """The refinement's choice among V, per row: ``ids`` [n, K]; their renormalised teacher p̃ ``p`` [n, K]; their
-    teacher ``mass`` [n]."""
-
-    ids: Tensor
-    p: Tensor
-    mass: Tensor
+from specforge_dspine.modeling.injection import at_least_float32
+from specforge_dspine.modeling.settings import DSpineSettings
+from specforge_dspine.objective.refinement import Candidates, choose_candidates
+from specforge_dspine.objective.supervision import MicroBatch
 
 
 @torch.no_grad()
-def choose_candidates(logits: Tensor, p: Tensor | None, k: int, chosen: Tensor | None = None) -> Candidates:
-    """Top K of ``logits`` [n, V], detached, the label not inserted; ``chosen`` [n, K] overrides them.
-
-    ``p`` [n, V] is the teacher's; None where nothing of the loss needs it, and p̃ and mass are 0.
-    """
-    ids = logits.topk(k, dim=-1).indices if chosen is None else chosen
-    of_teacher = torch.zeros_like(ids, dtype=logits.dtype) if p is None else p.gather(-1, ids)
-    mass = of_teacher.sum(dim=-1)
-    return Candidates(ids, of_teacher / mass.clamp_min(torch.finfo(mass.dtype).tiny).unsqueeze(-1), mass)
+def teacher_distribution(head: Tensor, teacher: Tensor, index: Tensor) -> Tensor:
+    """p = softmax(E · final state) [n, V] of the states ``index`` [n] in ``teacher`` [R·S, H]."""
+    needed, inverse = index.unique(return_inverse=True)  # blocks overlap: one p serves several positions
+    return F.linear(teacher[needed], head).to(at_least_float32(head.dtype)).softmax(dim=-1)[inverse]
 
 
-class Distilled(NamedTuple):
-    """Of n rows: ``loss`` Σ w (α CE + (1−α) ℓ1), a scalar that backpropagates into the hidden states; without
-    gradient ``ce``, ``l1`` (0 without teacher) and ``correct`` (bool: the argmax is the label), [n] each; the
-    ``candidates``, None unless asked for."""
+class DistillationTerms(NamedTuple):
+    """The backbone's terms of n positions; only ``loss`` carries a gradient."""
 
-    loss: Tensor
-    ce: Tensor
-    l1: Tensor
-    correct: Tensor
-    candidates: Candidates | None
+    loss: Tensor  # Σ w (α CE + (1−α) ℓ1), a scalar
+    ce: Tensor  # [n]
+    l1: Tensor  # [n], 0 without teacher
+    correct: Tensor  # [n], bool: the argmax is the label
+    candidates: Candidates | None  # None without refinement
 
 
-# (hidden [n, H], head E [V, H], label [n], weight w [n], teacher p [n, V] or None, settings, chosen [n, K] or None)
-Distill = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, DSpineSettings, Tensor | None], Distilled]
+class Supervision(NamedTuple):
+    """What n positions are compared with."""
+
+    label: Tensor  # y [n]
+    weight: Tensor  # w [n]
+    p: Tensor | None  # the teacher's [n, V]; None where α = 1
+    chosen: Tensor | None = None  # candidates [n, K] instead of the top K (conformance only)
+
+
+# (hidden norm(h_L) [n, H], head E [V, H], supervision, settings)
+Distill = Callable[[Tensor, Tensor, Supervision, DSpineSettings], DistillationTerms]
 
 
 class _LossWithGradient(torch.autograd.Function):
@@ -87,24 +71,15 @@ class _LossWithGradient(torch.autograd.Function):
         return gradient * upstream.to(gradient.dtype), None, None
 
 
-def distill(
-    hidden: Tensor,
-    head: Tensor,
-    label: Tensor,
-    weight: Tensor,
-    p: Tensor | None,
-    settings: DSpineSettings,
-    chosen: Tensor | None = None,
-) -> Distilled:
-    """Loss and gradient of n rows in one pass over at most three tensors [n, V], of which ``p`` is one: it is
-    overwritten.
+def distill(hidden: Tensor, head: Tensor, given: Supervision, settings: DSpineSettings) -> DistillationTerms:
+    """Loss and gradient of n positions in one pass over at most three tensors [n, V]; ``given.p`` is overwritten.
 
-    ``hidden`` norm(h_L) [n, H], ``head`` E [V, H] frozen, ``label`` y and ``weight`` w [n], ``p`` [n, V] or None
-    (then α must be 1), ``chosen`` [n, K] instead of the top K (conformance).
+    ``hidden`` is norm(h_L) [n, H], ``head`` the frozen E [V, H].
     """
-    alpha, y = settings.ce_weight, label.unsqueeze(-1)
+    (label, weight, p, chosen), alpha = given, settings.ce_weight
+    y = label.unsqueeze(-1)
     with torch.no_grad():
-        logits = F.linear(hidden, head).to(wide(head.dtype))
+        logits = F.linear(hidden, head).to(at_least_float32(head.dtype))
         candidates = choose_candidates(logits, p, settings.top_k, chosen) if settings.refinement else None
         best = logits.argmax(dim=-1) if candidates is None or chosen is not None else candidates.ids[:, 0]
         log_q = logits.log_softmax(dim=-1)
@@ -124,23 +99,47 @@ def distill(
         gradient.scatter_add_(-1, y, -alpha * w)
         loss = (w.squeeze(-1) * (alpha * ce + (1 - alpha) * l1)).sum()
         by_hidden = gradient.to(head.dtype) @ head if hidden.requires_grad else hidden
-    return Distilled(_LossWithGradient.apply(hidden, loss, by_hidden), ce, l1, best == label, candidates)
+    return DistillationTerms(_LossWithGradient.apply(hidden, loss, by_hidden), ce, l1, best == label, candidates)
 
 
 def distill_by_autograd(
-    hidden: Tensor,
-    head: Tensor,
-    label: Tensor,
-    weight: Tensor,
-    p: Tensor | None,
-    settings: DSpineSettings,
-    chosen: Tensor | None = None,
-) -> Distilled:
-    """``distill`` by differentiation: the formula of the loss alone."""
-    logits = F.linear(hidden, head).to(wide(head.dtype))
+    hidden: Tensor, head: Tensor, given: Supervision, settings: DSpineSettings
+) -> DistillationTerms:
+    """``distill`` by automatic differentiation: the formula of the loss alone."""
+    label, weight, p, chosen = given
+    logits = F.linear(hidden, head).to(at_least_float32(head.dtype))
     log_q = logits.log_softmax(dim=-1)
     ce = -log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1)
     l1 = torch.zeros_like(ce) if p is None else (log_q.exp() - p).abs().sum(dim=-1)
     loss = (weight.to(ce.dtype) * (settings.ce_weight * ce + (1 - settings.ce_weight) * l1)).sum()
     candidates = choose_candidates(logits, p, settings.top_k, chosen) if settings.refinement else None
-    return Distilled(loss, ce.detach(), l1.detach(), logits.argmax(dim=-1) == label, candidates)
+    return DistillationTerms(loss, ce.detach(), l1.detach(), logits.argmax(dim=-1) == label, candidates)
+
+
+def backbone_sums(
+    batch: MicroBatch, distill: Distill, chosen: Tensor | None = None
+) -> tuple[dict[str, Tensor], Tensor, Candidates | None]:
+    """Returns the backbone's sums over n positions, which argmaxes are right [n], and the candidates.
+
+    Of the sums, "backbone" alone backpropagates. ``chosen`` [n, K] as in ``Supervision``.
+    """
+    positions, settings = batch.positions, batch.draft.settings
+    size, parts = batch.chunk or len(positions.label), []
+    for number, hidden in enumerate(batch.hidden.split(size)):
+        part = slice(number * size, number * size + len(hidden))
+        p = None
+        if settings.ce_weight < 1:
+            p = teacher_distribution(batch.head, batch.teacher, batch.teacher_index[part])
+        picked = None if chosen is None else chosen[part]
+        given = Supervision(positions.label[part], positions.weight[part], p, picked)
+        parts.append(distill(hidden, batch.head, given, settings))
+    ce, l1, correct = (torch.cat([getattr(terms, name) for terms in parts]) for name in ("ce", "l1", "correct"))
+    w = positions.weight.to(ce.dtype)
+    candidates, mass = None, w.new_zeros(())
+    if settings.refinement:
+        columns = zip(*(terms.candidates for terms in parts if terms.candidates is not None), strict=True)
+        candidates = Candidates(*map(torch.cat, columns))
+        mass = (w * candidates.mass).sum()
+    loss = torch.stack([terms.loss for terms in parts]).sum()
+    sums = {"backbone": loss, "ce": (w * ce).sum(), "l1": (w * l1).sum(), "weight": w.sum(), "mass": mass}
+    return sums, correct, candidates

@@ -1,7 +1,7 @@
 """The module that SpecForge trains: the draft beside the target's frozen embedding and LM head.
 
-One micro-batch: blocks and captured states → draft forward → supervised rows → objective. Only
-``draft_model`` has trainable parameters, is optimized and is written to checkpoints.
+One micro-batch: blocks and captured states → draft forward → supervised positions → loss. Only ``draft_model`` has
+trainable parameters, is optimized and is written to checkpoints.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specforge_dspine.modeling.blocks import Blocks, draft_blocks
+from specforge_dspine.modeling.blocks import Blocks, forward_blocks
 from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
-from specforge_dspine.objective.distillation import Distill, distill
-from specforge_dspine.objective.loss import Loss, WindowReduce, identity, look_ahead, objective
-from specforge_dspine.objective.supervision import Rows, supervised_rows
+from specforge_dspine.objective.alignment_gate import alignment_sums
+from specforge_dspine.objective.distillation import Distill, backbone_sums, distill
+from specforge_dspine.objective.loss import LossTerms, WindowReduce, identity, look_ahead, normalize
+from specforge_dspine.objective.metrics import accuracy_parts
+from specforge_dspine.objective.refinement import refinement_sums
+from specforge_dspine.objective.supervision import gather_positions, supervised_positions
 
 
 class DSpineTrainingModel(nn.Module):
-    """``draft_model`` with ``lm_head`` E [V, H] and ``embed_tokens`` [V, H], both frozen (names as FSDP looks
-    for them: it leaves frozen target tables unsharded)."""
+    """``draft_model`` with ``lm_head`` E [V, H] and ``embed_tokens`` [V, H], both frozen.
+
+    FSDP looks for these names and leaves the target's tables unsharded.
+    """
 
     def __init__(
         self,
@@ -45,27 +50,18 @@ class DSpineTrainingModel(nn.Module):
         self.normalization_scope = normalization_scope
         self.distill: Distill = distill
 
-    def draft_blocks(
+    def forward_blocks(
         self, input_ids: Tensor, hidden_states: Tensor, blocks: Blocks, *, with_features: bool = False
     ) -> DraftOutput:
         """The draft's forward over all blocks: ``input_ids`` [R, S], ``hidden_states`` [R, S, T·H]."""
-        return draft_blocks(
-            self.draft_model,
-            self.embed_tokens,
-            input_ids,
-            hidden_states,
-            blocks,
-            flex=self.attention_backend == "flex_attention",
-            with_features=with_features,
+        flex, embed = self.attention_backend == "flex_attention", self.embed_tokens
+        return forward_blocks(
+            self.draft_model, embed, input_ids, hidden_states, blocks, flex=flex, with_features=with_features
         )
-
-    def rows(self, input_ids: Tensor, loss_mask: Tensor, blocks: Blocks) -> Rows:
-        """The supervised rows of ``blocks``."""
-        return supervised_rows(input_ids, loss_mask, blocks, int(self.draft_model.block_size), self.loss_decay_gamma)
 
     @property
     def reads_window(self) -> bool:
-        """Does the objective depend on the rest of the optimizer window?"""
+        """Whether the loss depends on the rest of the optimizer window."""
         return self.draft_model.settings.alignment != "off" or self.normalization_scope == "window"
 
     def forward(
@@ -78,37 +74,33 @@ class DSpineTrainingModel(nn.Module):
         beta: float,
         window_reduce: WindowReduce | None = identity,
         candidates: Tensor | None = None,
-    ) -> Loss | Tensor:
-        """W·L and W of one micro-batch, with the parts to log. ``window_reduce`` None: only its window sums,
-        ΣwCE, W, W_c, W_m [4], without gradient.
+    ) -> LossTerms | Tensor:
+        """Returns W·L and W of one micro-batch, with the parts to log.
 
-        ``input_ids``, ``loss_mask`` [R, S]; ``hidden_states`` [R, S, T·H] tapped layers;
-        ``target_last_hidden_states`` [R, S, H] final post-norm states; ``beta`` of the alignment's gate;
-        ``window_reduce`` maps the micro-batch's sums to the window's; ``candidates`` [n, K] replaces the backbone's
-        top K of every supervised row (conformance only).
+        At most ``objective_chunk_blocks`` blocks' logits exist at a time, whatever N is; 0 keeps all at once.
+
+        Args:
+            input_ids: [R, S], as ``loss_mask``.
+            hidden_states: [R, S, T·H], the tapped layers' outputs.
+            target_last_hidden_states: [R, S, H], final and post-norm.
+            beta: β of the alignment's gate.
+            window_reduce: the micro-batch's sums → its window's. None: return only the micro-batch's own, [4] and
+                without gradient (the look-ahead pass).
+            candidates: [n, K], replaces the backbone's top K of every supervised position (conformance only).
         """
-        draft, head = self.draft_model, self.lm_head.weight
-        rows = self.rows(input_ids, loss_mask, blocks)
+        settings, block_size = self.draft_model.settings, int(self.draft_model.block_size)
+        positions = supervised_positions(input_ids, loss_mask, blocks, block_size, self.loss_decay_gamma)
+        training = window_reduce is not None  # else the look-ahead pass: no gradient, no features
+        with torch.set_grad_enabled(training and torch.is_grad_enabled()):
+            output = self.forward_blocks(input_ids, hidden_states, blocks, with_features=training)
+        head, chunk = self.lm_head.weight, self.objective_chunk_blocks * (block_size - 1)
+        batch = gather_positions(self.draft_model, head, output, target_last_hidden_states, positions, chunk)
         if window_reduce is None:
-            with torch.no_grad():
-                output = self.draft_blocks(input_ids, hidden_states, blocks)
-            weights = self.normalization_scope == "window"
-            chunk = self.objective_chunk_blocks
-            return look_ahead(
-                draft, head, output, target_last_hidden_states, rows, weights=weights, chunk_blocks=chunk
-            )
-        output = self.draft_blocks(input_ids, hidden_states, blocks, with_features=True)
-        return objective(
-            draft,
-            head,
-            output,
-            target_last_hidden_states,
-            rows,
-            beta=beta,
-            normalization=self.normalization,
-            scope=self.normalization_scope,
-            chunk_blocks=self.objective_chunk_blocks,
-            window_reduce=window_reduce,
-            distill=self.distill,
-            candidates=candidates,
-        )
+            return look_ahead(batch, weights=self.normalization_scope == "window")
+        backbone, correct, chosen = backbone_sums(batch, self.distill, candidates)
+        refinement, refined_correct = refinement_sums(batch, chosen)
+        sums = {**backbone, **refinement, "align": alignment_sums(batch)}
+        loss = normalize(sums, settings, self.normalization, self.normalization_scope, beta, window_reduce)
+        outputs = {"": correct} | ({"refined_": refined_correct} if settings.refinement else {})
+        loss.parts.update(accuracy_parts(positions, (*blocks.anchors.shape, block_size - 1), outputs))
+        return loss

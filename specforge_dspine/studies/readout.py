@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.proposal import candidates, never_emitted
-from specforge_dspine.modeling.blocks import draft_blocks
+from specforge_dspine.modeling.blocks import forward_blocks
 from specforge_dspine.objective.curriculum import draw_blocks
-from specforge_dspine.objective.supervision import supervised_rows
+from specforge_dspine.objective.supervision import supervised_positions
 from specforge_dspine.studies.interventions import BACKBONE, REFINED
 from specforge_dspine.studies.layer_hooks import recorded_states
 
@@ -70,10 +70,10 @@ def captured_rows(
         device
     )
     with recorded_states(draft) as states:
-        out = draft_blocks(
+        out = forward_blocks(
             draft, lambda known: drafter.embedding[known], ids[None], taps.to(drafter.embedding.dtype), blocks
         )
-    rows = supervised_rows(ids[None], mask[None], blocks, int(draft.block_size), None)
+    rows = supervised_positions(ids[None], mask[None], blocks, int(draft.block_size), None)
     kept = rows.weight > 0  # else nothing is supervised, and one row stands in
     at = (0, rows.block[kept], rows.slot[kept])
     found: dict[str, Tensor] = {}

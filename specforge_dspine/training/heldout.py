@@ -22,7 +22,7 @@ from specforge.runtime.contracts import TrainBatch
 from specforge.training.strategies.base import StepContext
 from torch import Tensor
 
-from specforge_dspine.modeling.config import DSpineSettings
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.streaming.feature_folder import feature_name
 from specforge_dspine.training.recipe import ALGORITHM
 from specforge_dspine.training.run_logger import BEST

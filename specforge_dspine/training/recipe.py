@@ -3,7 +3,7 @@
     model: {target_model_path: .., torch_dtype: ..}      SpecForge's sections, as its docs describe them
     data: {prompts_path: .. , hidden_states_path: ..}
     training: {..}   tracking: {..}   runtime: {..}   run_id: ..   output_dir: ..
-    dspine: {..}     the draft and the method (config.DSpineOptions)
+    dspine: {..}     the draft and the method (settings.DSpineOptions)
     stream: {..}     where the target's states come from (StreamOptions)
     heldout: {..}    captured samples that training never sees, and how often to look at them (HeldoutOptions)
 
@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from specforge.config import Config
 from specforge.config.schema import ModelConfig
 
-from specforge_dspine.modeling.config import DSpineOptions, StrictModel
+from specforge_dspine.modeling.settings import DSpineOptions, StrictModel
 from specforge_dspine.utils.errors import RecipeError
 
 ALGORITHM = "dspine"

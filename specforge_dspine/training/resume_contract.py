@@ -20,8 +20,8 @@ from specforge.algorithms.common.providers import MODEL_PROVENANCE_CONTRACT_KEY,
 from specforge.config import Config
 from specforge.runtime.data_plane.offline_reader import list_feature_files
 
-from specforge_dspine.modeling.config import DSpineOptions
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineOptions
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.distributed import on_every_rank
 from specforge_dspine.training.run_checkpoints import read_state

@@ -47,17 +47,16 @@ from specforge.config import Config
 from specforge.data.loss_mask import has_consecutive_supervised_tokens
 from transformers import AutoTokenizer, PretrainedConfig
 
-from specforge_dspine.modeling.config import (
+from specforge_dspine.modeling.draft_config import (
     ARCHITECTURE,
-    DSpineOptions,
     complete_draft_config,
     complete_settings,
     match_draft_config,
-    settings_of,
 )
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineOptions, settings_of
 from specforge_dspine.modeling.transfer_space import cached_transfer_space
-from specforge_dspine.modeling.vocabulary import emittable, resolve_mask_token
+from specforge_dspine.modeling.vocabulary import OutputVocabulary, output_vocabulary, resolve_mask_token
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.distributed import on_every_rank
 from specforge_dspine.training.recipe import ALGORITHM
@@ -103,8 +102,8 @@ def apply_recipe(options: DSpineOptions, config: Config, draft_config: Pretraine
     match_draft_config(draft_config, options, complete_settings(options, mask_id, rows, ids))
 
 
-def target_vocabulary(config: Config, rows: int, mask_id: int | None) -> tuple[int, tuple[list[int], int]]:
-    """The mask id, and what the target can emit (``vocabulary.emittable``), from the target's tokenizer.
+def target_vocabulary(config: Config, rows: int, mask_id: int | None) -> tuple[int, OutputVocabulary]:
+    """The mask id, and what the target can emit (``vocabulary.output_vocabulary``), from the target's tokenizer.
 
     Raises:
         ValueError: the target's folder holds no tokenizer, or there is no usable mask token.
@@ -119,7 +118,7 @@ def target_vocabulary(config: Config, rows: int, mask_id: int | None) -> tuple[i
             f"model.target_model_path={config.model.target_model_path!r} holds no tokenizer; save the target's there"
         )
     mask_id = resolve_mask_token(tokenizer, rows, mask_id)
-    return mask_id, emittable(tokenizer, rows, mask_id)
+    return mask_id, output_vocabulary(tokenizer, rows, mask_id)
 
 
 def build_training_model(

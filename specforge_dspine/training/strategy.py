@@ -16,8 +16,10 @@ from specforge.training.strategies.base import DraftTrainStrategy, StepContext, 
 from torch import Tensor
 
 from specforge_dspine.modeling.blocks import Blocks
-from specforge_dspine.objective.curriculum import alignment_beta, draw_blocks, replacement_probability
-from specforge_dspine.objective.loss import identity, reported
+from specforge_dspine.objective.alignment_gate import alignment_beta
+from specforge_dspine.objective.curriculum import draw_blocks, replacement_probability
+from specforge_dspine.objective.loss import identity
+from specforge_dspine.objective.metrics import is_reported
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.recipe import ALGORITHM
 from specforge_dspine.utils.errors import RecipeError
@@ -86,7 +88,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
             "blocks": (kept, one),
             "supervised_tokens": (batch.tensors["loss_mask"].sum(), one),
         }
-        parts = loss.parts | {name: pair for name, pair in parts.items() if reported(name, settings)}
+        parts = loss.parts | {name: pair for name, pair in parts.items() if is_reported(name, settings)}
         mean = loss.numerator.detach() / loss.denominator.clamp_min(1e-12)
         return StepOutput(loss=mean, metrics={}, ratio_metrics=parts, loss_terms=(loss.numerator, loss.denominator))
 

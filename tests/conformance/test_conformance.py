@@ -21,7 +21,7 @@ from specforge_dspine.conformance.checks import conformance
 from specforge_dspine.conformance.vectors import INPUTS, VectorFileError
 from specforge_dspine.modeling import draft_model as model
 from specforge_dspine.modeling import injection
-from specforge_dspine.objective import loss as objective
+from specforge_dspine.objective import loss
 from tests.support import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -258,8 +258,8 @@ BUGS = {
         {"outputs/hidden", "decode/scores", "rows/rce", "loss_shared", "grads_shared/fc.weight"},
     ),
     "normalized by one too much": (
-        objective,
-        "ratio",
+        loss,
+        "weighted_mean",
         everywhere_normalised,
         {"loss_separate", "loss_shared", "grads_separate/norm.weight"},
     ),

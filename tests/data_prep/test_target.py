@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep import target
-from specforge_dspine.modeling.vocabulary import emittable, resolve_mask_token
+from specforge_dspine.modeling.vocabulary import output_vocabulary, resolve_mask_token
 
 RESERVED = 3  # <repo_name>
 
@@ -59,7 +59,7 @@ def test_the_mask_must_be_named_and_may_not_be_the_end(smollm2: Path) -> None:
     with pytest.raises(ValueError, match="pad and eos"):
         resolve_mask_token(tokenizer, 49152, tokenizer.pad_token_id)
     assert resolve_mask_token(tokenizer, 49152, RESERVED) == RESERVED
-    assert emittable(tokenizer, 49152, RESERVED) == ([RESERVED], 49152)
+    assert output_vocabulary(tokenizer, 49152, RESERVED) == ([RESERVED], 49152)
 
 
 def test_a_complete_directory_is_left_alone_and_a_foreign_one_too(smollm2: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def blocks_of(dtype: torch.dtype, count: int = 4) -> tuple[DSpineTrainingModel, 
     model, batch = make_model(dtype=dtype), make_batch(1, 20 + count, dtype=dtype)
     blocks = make_blocks([list(range(4, 4 + count))])
     with torch.no_grad():
-        out = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks)
+        out = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
         excluded = never_emitted(model.draft_model.settings, MASK_ID, VOCAB, torch.device("cpu"))
         ids, _ = candidates(model.lm_head.weight, out.hidden[0, :, 1:], excluded, model.draft_model.settings.top_k)
     return model, out.pre_injection[0, :, 1:], ids, batch["input_ids"][0, blocks.anchors[0]]
@@ -105,7 +105,7 @@ def test_draws_follow_the_rows_of_the_cache() -> None:
 
 def test_refined_walk_is_not_the_backbone_walk() -> None:
     model, batch, blocks = make_model(), make_batch(), make_blocks([[4, 6, 9], [5, 9, 12]])
-    out = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks)
+    out = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
     anchors = batch["input_ids"].gather(1, blocks.anchors)
     states = (model.draft_model, model.lm_head.weight, out.hidden, out.pre_injection, anchors)
     refined, plain = (propose(*states, GREEDY, seeded(), refine=refine) for refine in (True, False))
@@ -121,7 +121,7 @@ def test_padded_rows_mask_and_reserved_ids_are_never_proposed() -> None:
     with torch.no_grad():
         model.lm_head.weight[50:] *= 100
         model.lm_head.weight[[7, 9]] *= 100
-    out = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks)
+    out = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
     excluded = never_emitted(model.draft_model.settings, MASK_ID, VOCAB, torch.device("cpu"))
     assert excluded.nonzero().flatten().tolist() == [7, 9, *range(50, VOCAB)]
     ids, logits = candidates(model.lm_head.weight, out.hidden, excluded, 6)
@@ -198,7 +198,7 @@ def test_context_that_is_kept_changes_nothing(options: dict[str, object]) -> Non
         ours = keeping.block(anchor, taps[known:end])
         fresh.restart()
         theirs = fresh.block(anchor, taps[:end])
-        trained = model.draft_blocks(ids[None], taps[None], make_blocks([[end]]))
+        trained = model.forward_blocks(ids[None], taps[None], make_blocks([[end]]))
         for state in ("hidden", "pre_injection"):
             mine = getattr(ours, state)
             allowed = 1e-5 * float(mine.abs().max())

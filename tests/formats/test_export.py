@@ -140,7 +140,7 @@ def outputs(trained: DSpineTrainingModel, draft: DSpineDraftModel, dtype: torch.
     batch = make_batch(dtype=dtype)
     blocks = make_blocks([[4, 8], [6]])
     with torch.no_grad():
-        return model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
+        return model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
 
 
 @pytest.mark.parametrize("loader", [DSpineDraftModel, AutoDraftModel], ids=lambda loader: loader.__name__)

@@ -17,7 +17,7 @@ ANCHORS = [[4, 6, 11], [5, 17]]  # 4 and 6: overlapping blocks (SpecForge#470); 
 
 
 def outputs(model, batch, blocks):  # type: ignore[no-untyped-def]
-    return model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks, with_features=True)
+    return model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks, with_features=True)
 
 
 def test_fresh_draft_is_dflash_with_a_causal_block() -> None:

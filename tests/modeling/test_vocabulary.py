@@ -8,7 +8,7 @@ from tiktoken.load import load_tiktoken_bpe
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from specforge_dspine.modeling.vocabulary import emittable, resolve_mask_token
+from specforge_dspine.modeling.vocabulary import output_vocabulary, resolve_mask_token
 from tests.support.qwen3_tokenizer import PATTERN, qwen3_tokenizer, vocabulary_file
 
 QWEN3_ROWS, QWEN3_ENTRIES = 151936, 151669
@@ -75,7 +75,7 @@ def test_qwen3_has_fewer_entries_than_rows() -> None:
     qwen = qwen3_tokenizer()
     assert len(qwen) == QWEN3_ENTRIES
     assert resolve_mask_token(qwen, QWEN3_ROWS, None) == QWEN3_ENTRIES
-    excluded, valid = emittable(qwen, QWEN3_ROWS, QWEN3_ENTRIES)
+    excluded, valid = output_vocabulary(qwen, QWEN3_ROWS, QWEN3_ENTRIES)
     assert (excluded, valid) == ([QWEN3_ENTRIES], QWEN3_ENTRIES)
     # Its pad token ends answers too (it is in the generation config), so it must stay possible.
     assert qwen.pad_token_id == 151643 and qwen.eos_token_id == 151645
@@ -95,15 +95,15 @@ def test_qwen3_conversion_encodes_like_the_reference() -> None:
 
 def test_placeholders_are_excluded_and_what_may_be_said_is_not() -> None:
     built = tokenizer("<tool>", "<|reserved_special_token_0|>", "<unused7>", "<spare>")
-    assert emittable(built, 16, 7) == ([5, 6, 7], 8)
-    assert emittable(built, 16, 9) == ([5, 6, 9], 8), "a mask in a padded row"
+    assert output_vocabulary(built, 16, 7) == ([5, 6, 7], 8)
+    assert output_vocabulary(built, 16, 9) == ([5, 6, 9], 8), "a mask in a padded row"
     with pytest.raises(ValueError, match="mask_token_id = 16"):
-        emittable(built, 16, 16)
+        output_vocabulary(built, 16, 16)
 
 
 def test_unused_ids_between_entries_are_excluded() -> None:
     gaps = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1, "z": 4}, unk_token="a"))
     )
-    assert emittable(gaps, 8, 6) == ([2, 3, 6], 5)
+    assert output_vocabulary(gaps, 8, 6) == ([2, 3, 6], 5)
     assert resolve_mask_token(gaps, 8, None) == 5

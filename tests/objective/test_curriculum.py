@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from specforge_dspine.modeling.config import DSpineSettings
-from specforge_dspine.objective.curriculum import alignment_beta, draw_blocks, replacement_probability
+from specforge_dspine.modeling.settings import DSpineSettings
+from specforge_dspine.objective.alignment_gate import alignment_beta
+from specforge_dspine.objective.curriculum import draw_blocks, replacement_probability
 
 SETTINGS = DSpineSettings(transfer_rank=4, message_size=4, replacement_layers=1)
 
@@ -47,7 +48,7 @@ def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
         assert torch.equal(alone.anchors[0], together.anchors[row])
         assert torch.equal(alone.replaced[0], together.replaced[row])
     assert not torch.equal(together.anchors[0], together.anchors[1])
-    assert not torch.equal(together.anchors[0], together.anchors[2]), "another epoch draws anew"
+    assert not torch.equal(together.anchors[0], together.anchors[2]), "another epoch draws others"
     assert not torch.equal(draw(mask, ids, seed=4).anchors, together.anchors)
     state = torch.get_rng_state()
     draw(mask, ids)

@@ -1,4 +1,4 @@
-"""The objective: which rows count, reductions, empty cases, where gradients flow, bounded memory."""
+"""The loss: which positions count, reductions, empty cases, where gradients flow, bounded memory."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ import pytest
 import torch
 
 from specforge_dspine.modeling.blocks import Blocks
-from specforge_dspine.objective.distillation import distill, distill_by_autograd
-from specforge_dspine.objective.supervision import supervised_rows
+from specforge_dspine.objective.distillation import Supervision, distill, distill_by_autograd
+from specforge_dspine.objective.supervision import supervised_positions
 from tests.support.drafts import make_batch, make_blocks, make_model
 
 ANCHORS = [[4, 6, 11], [5, 17]]
 
 
-def rows_of(mask: list[int], anchors: list[int], block: int, gamma: float | None = 7.0):  # type: ignore[no-untyped-def]
+def positions_of(mask: list[int], anchors: list[int], block: int, gamma: float | None = 7.0):  # type: ignore[no-untyped-def]
     ids = torch.arange(100, 100 + len(mask))[None]
-    return supervised_rows(ids, torch.tensor([mask]), make_blocks([anchors]), block, gamma)
+    return supervised_positions(ids, torch.tensor([mask]), make_blocks([anchors]), block, gamma)
 
 
 def test_contiguous_supervised_prefix() -> None:
     """SpecForge#472, speculators#865: mask 1 on 8..39, anchor 37: slots 1 and 2 alone are supervised."""
     mask = [1 if 8 <= i < 40 else 0 for i in range(64)]
-    rows = rows_of(mask, [37], 16)
-    assert rows.slot.tolist() == [1, 2] and rows.label.tolist() == [138, 139]
-    assert rows.predecessor.tolist() == [137, 138] and rows.position.tolist() == [37, 38]
+    positions = positions_of(mask, [37], 16)
+    assert positions.slot.tolist() == [1, 2] and positions.label.tolist() == [138, 139]
+    assert positions.predecessor.tolist() == [137, 138] and positions.predecessor_position.tolist() == [37, 38]
 
 
 def test_a_gap_ends_the_block() -> None:
-    rows = rows_of([1, 1, 1, 0, 1, 1, 1, 1], [0], 6)
-    assert rows.slot.tolist() == [1, 2]
+    positions = positions_of([1, 1, 1, 0, 1, 1, 1, 1], [0], 6)
+    assert positions.slot.tolist() == [1, 2]
 
 
 def test_a_block_may_run_past_the_end() -> None:
-    rows = rows_of([1] * 6, [3], 8)
-    assert rows.label.tolist() == [104, 105]
+    positions = positions_of([1] * 6, [3], 8)
+    assert positions.label.tolist() == [104, 105]
 
 
 def test_weights_decay_from_slot_one() -> None:
-    rows = rows_of([1] * 9, [0], 5)
-    assert rows.weight.tolist() == pytest.approx([math.exp(-t / 7) for t in range(4)])
-    assert rows_of([1] * 9, [0], 5, None).weight.tolist() == [1, 1, 1, 1]
+    positions = positions_of([1] * 9, [0], 5)
+    assert positions.weight.tolist() == pytest.approx([math.exp(-t / 7) for t in range(4)])
+    assert positions_of([1] * 9, [0], 5, None).weight.tolist() == [1, 1, 1, 1]
 
 
 def forward(model, batch, blocks, beta=0.3):  # type: ignore[no-untyped-def]
@@ -73,8 +73,8 @@ def test_chunks_change_nothing() -> None:
 def test_empty_coverage_and_mass_contribute_zero(normalization: str) -> None:
     model, batch, blocks = make_model(candidate_mass_threshold=1.0), make_batch(), make_blocks(ANCHORS)
     model.normalization = normalization
-    rows = model.rows(batch["input_ids"], batch["loss_mask"], blocks)
-    wrong = torch.stack([torch.arange(6) + (label >= 6) * 0 + (label < 6) * 6 for label in rows.label])
+    positions = supervised_positions(batch["input_ids"], batch["loss_mask"], blocks, 5, 7.0)
+    wrong = torch.stack([torch.arange(6) + (label >= 6) * 0 + (label < 6) * 6 for label in positions.label])
     loss = model(**batch, blocks=blocks, beta=0.3, candidates=wrong)
     assert loss.denominator > 0 and loss.parts["coverage"][0] == 0 and loss.parts["refined_ce"] == (0, 0)
     assert loss.parts["heavy"][0] == 0 and loss.parts["refined_l1"] == (0, 0)
@@ -85,7 +85,7 @@ def test_empty_coverage_and_mass_contribute_zero(normalization: str) -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.draft_model.parameters())
 
 
-def test_no_supervised_row_gives_zero_and_a_gradient_for_every_weight() -> None:
+def test_no_supervised_position_gives_zero_and_a_gradient_for_every_weight() -> None:
     """DDP hangs on a parameter without gradient, and a rank may well get an unsupervised batch."""
     model, batch = make_model(), make_batch()
     batch["loss_mask"][:] = 0
@@ -129,7 +129,7 @@ def test_refinement_alone_trains_the_backbone() -> None:
     """u is not detached: with only the refinement in the loss, the first layer still gets a gradient."""
     model, batch, blocks = make_model(), make_batch(), make_blocks(ANCHORS)
     before = forward(model, batch, blocks, beta=0.0)
-    out = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks, with_features=True)
+    out = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks, with_features=True)
     model.draft_model.refine(out.pre_injection[0, :, 1], batch["input_ids"][0, 4:7]).sum().backward()
     assert model.draft_model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
     assert torch.isfinite(before.numerator)
@@ -174,6 +174,6 @@ def test_loss_and_gradient_agree_by_finite_differences() -> None:
     settings = make_model(refinement=False, ce_weight=0.3).draft_model.settings
 
     def loss(states: torch.Tensor) -> torch.Tensor:
-        return distill(states, head, label, weight, p.clone(), settings).loss
+        return distill(states, head, Supervision(label, weight, p.clone()), settings).loss
 
     assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(),), eps=1e-7, atol=1e-6)

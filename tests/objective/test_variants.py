@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
 from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
 from specforge.modeling.draft.dflash import DFlashDraftModel
 
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.formats.writer import write_checkpoint
-from specforge_dspine.modeling.config import DSpineSettings
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.state_dict import expected_shapes
-from specforge_dspine.objective.curriculum import alignment_beta, replacement_probability
+from specforge_dspine.objective.alignment_gate import alignment_beta
+from specforge_dspine.objective.curriculum import replacement_probability
+from specforge_dspine.objective.supervision import supervised_positions
 from specforge_dspine.training.plan import make_plan
 from specforge_dspine.training.recipe import apply_override, check_recipe
 from specforge_dspine.utils.errors import CheckpointError, RecipeError
@@ -75,10 +76,10 @@ def test_dflash_is_cross_entropy_over_bidirectional_blocks() -> None:
     assert not any(name.startswith(("injection", "transfer")) for name in model.draft_model.state_dict())
     batch, blocks = make_batch(), make_blocks([[4]])
     batch = {k: v[:1] for k, v in batch.items()}
-    before = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
+    before = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
     with torch.no_grad():
         model.embed_tokens.weight[model.draft_model.mask_token_id] += 1.0
-    after = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
+    after = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
     assert not torch.allclose(before[0, 0, 0], after[0, 0, 0]), "the anchor's slot sees the slots after it"
 
 
@@ -118,25 +119,25 @@ def test_the_baseline_is_specforges_own_dflash() -> None:
 def test_a_causal_block_does_not_look_ahead() -> None:
     model = make_model()
     batch, blocks = {k: v[:1] for k, v in make_batch().items()}, make_blocks([[4]])
-    before = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
+    before = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
     with torch.no_grad():
         model.embed_tokens.weight[model.draft_model.mask_token_id] += 1.0
-    after = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
+    after = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks).hidden
     assert torch.equal(before[0, 0, 0], after[0, 0, 0]) and not torch.allclose(before[0, 0, 1], after[0, 0, 1])
 
 
 def test_token_ce_alignment_is_the_heads_cross_entropy_of_every_layer() -> None:
-    """−log softmax(E · norm(h_ℓ))_y, with the rows' weights; the last layer's is the backbone's own CE."""
+    """−log softmax(E · norm(h_ℓ))_y, with the positions' weights; the last layer's is the backbone's own CE."""
     model, loss = loss_of({"alignment": "ce"})
     batch, blocks = make_batch(), make_blocks(ANCHORS)
-    output = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks, with_features=True)
-    rows = model.rows(batch["input_ids"], batch["loss_mask"], blocks)
+    output = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks, with_features=True)
+    positions = supervised_positions(batch["input_ids"], batch["loss_mask"], blocks, 5, 7.0)
     assert output.features.shape == (3, 2, 3, 5, HIDDEN)
-    states = output.features[:, rows.sequence, rows.block, rows.slot]
-    losses = [F.cross_entropy(s @ model.lm_head.weight.T, rows.label, reduction="none") for s in states]
-    by_hand = torch.stack([(rows.weight * each).sum() for each in losses])
+    states = output.features[:, positions.sequence, positions.block, positions.slot]
+    losses = [F.cross_entropy(s @ model.lm_head.weight.T, positions.label, reduction="none") for s in states]
+    by_hand = torch.stack([(positions.weight * each).sum() for each in losses])
     align, weight = loss.parts["align"]
-    assert torch.allclose(align, by_hand) and torch.allclose(weight, rows.weight.sum().expand(3).double())
+    assert torch.allclose(align, by_hand) and torch.allclose(weight, positions.weight.sum().expand(3).double())
     assert torch.allclose(align[-1], loss.parts["ce"][0])
 
 
@@ -151,17 +152,6 @@ def test_curriculum_off_replaces_nothing() -> None:
     assert replacement_probability(0, 100, DSpineSettings(**sizes)) == 0.5
     assert replacement_probability(0, 100, DSpineSettings(**sizes, curriculum=False)) == 0.0
     assert alignment_beta(50, 0, DSpineSettings(**sizes, alignment="off")) == 0.0
-
-
-def test_contradictions_are_refused() -> None:
-    sizes = {"transfer_rank": 4, "message_size": 2, "replacement_layers": 1}
-    for options, message in (
-        ({"injection": False, "refinement": True}, "with injection off it must be off too"),
-        ({"injection": False, "curriculum": True}, "curriculum: right predecessors travel by the injection"),
-        ({"causal": False, "curriculum": True}, "it must be off without injection, and without causal"),
-    ):
-        with pytest.raises(ValidationError, match=message):
-            DSpineSettings(**sizes, **options)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,10 @@ from transformers import AutoConfig
 from specforge_dspine.decoding.drafter import BlockDrafter, draft_all_anchors
 from specforge_dspine.evaluation.bootstrap import Resampled
 from specforge_dspine.formats.writer import write_checkpoint
-from specforge_dspine.modeling.blocks import draft_blocks
-from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
+from specforge_dspine.modeling.blocks import forward_blocks
+from specforge_dspine.modeling.draft_config import small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.studies.__main__ import main
 from specforge_dspine.studies.branches import Branches, block_view, draft_from, encode, history
@@ -87,7 +88,7 @@ class World:
             for layer in right_in
         ]
         states, blocks = self.states(ids)[None], make_blocks([[at]])
-        out = draft_blocks(self.draft, lambda k: self.drafter.embedding[k], ids[None], states, blocks)
+        out = forward_blocks(self.draft, lambda k: self.drafter.embedding[k], ids[None], states, blocks)
         for handle in handles:
             handle.remove()
         return out
@@ -250,7 +251,7 @@ def test_codes_act_in_the_layers_that_write_them() -> None:
 
     def states(*layers: int) -> list[Tensor]:
         with recorded_states(draft) as found, codes_by_layer(draft, dict.fromkeys(layers, tokens)), torch.no_grad():
-            model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks)
+            model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
         return found
 
     plain, first, second, both = states(), states(0), states(1), states(0, 1)
@@ -288,7 +289,7 @@ def test_a_layers_context_changes_that_layer_and_later_ones_alone() -> None:
         changed = states(first)
         for layer in range(3):
             assert torch.equal(changed[layer], plain[layer]) == (layer < first), (first, layer)
-    ordinary = model.draft_blocks(batch["input_ids"], batch["hidden_states"], make_blocks([[8, 12]]))
+    ordinary = model.forward_blocks(batch["input_ids"], batch["hidden_states"], make_blocks([[8, 12]]))
     torch.testing.assert_close(draft.norm(states(0, 1, 2)[-1]).reshape(ordinary.hidden.shape), ordinary.hidden)
 
 
@@ -296,12 +297,12 @@ def test_recorded_states_are_those_after_the_injection() -> None:
     model = make_model(layers=2)
     draft, batch, blocks = model.draft_model, make_batch(1, 20), make_blocks([[6, 9]])
     with recorded_states(draft) as states, torch.no_grad():
-        out = model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks)
+        out = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
     assert len(states) == 2
     assert not torch.allclose(states[-1].reshape(out.pre_injection.shape), out.pre_injection)
     torch.testing.assert_close(draft.norm(states[-1]).reshape(out.hidden.shape), out.hidden, rtol=0, atol=0)
     with torch.no_grad():
-        model.draft_blocks(batch["input_ids"], batch["hidden_states"], blocks)
+        model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
     assert len(states) == 2, "outside of the context nothing is recorded"
 
 

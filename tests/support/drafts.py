@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from specforge_dspine.modeling.blocks import Blocks
-from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
+from specforge_dspine.modeling.draft_config import small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 

@@ -30,17 +30,15 @@ from specforge_dspine.curves.__main__ import load_reference
 from specforge_dspine.curves.compare import Deviation, compare
 from specforge_dspine.curves.runs import CURVES, run_curve, world_in
 from specforge_dspine.modeling import attention_mask as masks
-from specforge_dspine.modeling import config as configuration
+from specforge_dspine.modeling import settings as method_settings
 from specforge_dspine.modeling import transfer_space as transfer
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.injection import AdjacentCausalInjection
 from specforge_dspine.modeling.transfer_space import FLOOR, TransferSpace
-from specforge_dspine.objective import curriculum, distillation
-from specforge_dspine.objective import loss as objective
-from specforge_dspine.objective import supervision as rows
-from specforge_dspine.objective.distillation import Candidates, Distill, Distilled
-from specforge_dspine.objective.loss import Refined
-from specforge_dspine.objective.supervision import Rows
+from specforge_dspine.objective import alignment_gate, distillation, loss, refinement, supervision, training_model
+from specforge_dspine.objective.distillation import Distill, DistillationTerms, Supervision
+from specforge_dspine.objective.refinement import Candidates, RefinementTerms
+from specforge_dspine.objective.supervision import MicroBatch, SupervisedPositions
 from tests.support import ROOT
 
 HERE = ROOT / "tests"
@@ -104,48 +102,56 @@ def everywhere(original: Any, make: Callable[[Any], Any]) -> Iterator[None]:
         yield
 
 
-# Rows: labels, teacher, weights
+# Supervised positions: labels, teacher, weights
 
 
-def rows_changed(change: Callable[[Rows, Tensor], Rows]) -> AbstractContextManager[None]:
-    """``change(rows, input_ids)`` after ``supervised_rows``."""
+def positions_changed(
+    change: Callable[[SupervisedPositions, Tensor], SupervisedPositions],
+) -> AbstractContextManager[None]:
+    """``change(positions, input_ids)`` after ``supervised_positions``."""
 
-    def make(original: Callable[..., Rows]) -> Callable[..., Rows]:
-        def changed(input_ids: Tensor, *rest: Any, **named: Any) -> Rows:
+    def make(original: Callable[..., SupervisedPositions]) -> Callable[..., SupervisedPositions]:
+        def changed(input_ids: Tensor, *rest: Any, **named: Any) -> SupervisedPositions:
             return change(original(input_ids, *rest, **named), input_ids)
 
         return changed
 
-    return everywhere(rows.supervised_rows, make)
+    return everywhere(supervision.supervised_positions, make)
 
 
-def next_position(rows: Rows, input_ids: Tensor, ahead: int) -> Tensor:
-    return (rows.position + ahead).clamp(max=input_ids.shape[1] - 1)
+def next_position(positions: SupervisedPositions, input_ids: Tensor, ahead: int) -> Tensor:
+    return (positions.predecessor_position + ahead).clamp(max=input_ids.shape[1] - 1)
 
 
 def labels_off_by_one() -> AbstractContextManager[None]:
-    return rows_changed(lambda rows, ids: rows._replace(label=ids[rows.sequence, next_position(rows, ids, 2)]))
+    return positions_changed(
+        lambda positions, ids: positions._replace(label=ids[positions.sequence, next_position(positions, ids, 2)])
+    )
 
 
 def teacher_one_position_late() -> AbstractContextManager[None]:
-    return rows_changed(lambda rows, ids: rows._replace(position=next_position(rows, ids, 1)))
+    return positions_changed(
+        lambda positions, ids: positions._replace(predecessor_position=next_position(positions, ids, 1))
+    )
 
 
-def weights_changed(weight: Callable[[Rows], Tensor]) -> AbstractContextManager[None]:
-    return rows_changed(lambda rows, _ids: rows._replace(weight=torch.where(rows.weight > 0, weight(rows), 0.0)))
+def weights_changed(weight: Callable[[SupervisedPositions], Tensor]) -> AbstractContextManager[None]:
+    return positions_changed(
+        lambda positions, _ids: positions._replace(weight=torch.where(positions.weight > 0, weight(positions), 0.0))
+    )
 
 
 def position_decay_ignored() -> AbstractContextManager[None]:
-    return weights_changed(lambda rows: torch.ones_like(rows.weight))
+    return weights_changed(lambda positions: torch.ones_like(positions.weight))
 
 
 def slots_1_and_2_of_weight_1() -> AbstractContextManager[None]:
     """w = exp(−max(t − 2, 0)/γ); γ from slot 2's own weight exp(−1/γ), and no change where no row has slot 2."""
 
-    def weight(rows: Rows) -> Tensor:
-        second = rows.weight[rows.slot == 2]
+    def weight(positions: SupervisedPositions) -> Tensor:
+        second = positions.weight[positions.slot == 2]
         step = second[0] if len(second) else torch.tensor(1.0)
-        return torch.where(rows.slot >= 2, rows.weight / step, rows.weight)
+        return torch.where(positions.slot >= 2, positions.weight / step, positions.weight)
 
     return weights_changed(weight)
 
@@ -161,13 +167,13 @@ def alpha_swapped() -> AbstractContextManager[None]:
 
         return swapped
 
-    return everywhere(configuration.settings_of, make)
+    return everywhere(method_settings.settings_of, make)
 
 
 def warmup_fixed() -> AbstractContextManager[None]:
     """The published run's 146 steps whatever the run's own schedule is."""
     return everywhere(
-        curriculum.alignment_beta,
+        alignment_gate.alignment_beta,
         lambda original: lambda step, _warmup, settings: original(step, PUBLISHED_WARMUP, settings),
     )
 
@@ -315,26 +321,26 @@ def refinement_detached() -> AbstractContextManager[None]:
 # Objective
 
 
-def refinement_changed(change: Callable[..., Refined]) -> AbstractContextManager[None]:
+def refinement_changed(change: Callable[..., RefinementTerms]) -> AbstractContextManager[None]:
     """``change(refined, log_q, is_label)`` after ``refinement_terms``; log q̃ and is_label are [n, K]."""
 
-    def make(original: Callable[..., Refined]) -> Callable[..., Refined]:
+    def make(original: Callable[..., RefinementTerms]) -> Callable[..., RefinementTerms]:
         def changed(
             draft: Any, head: Tensor, pre: Tensor, label: Tensor, predecessor: Tensor, c: Candidates
-        ) -> Refined:
+        ) -> RefinementTerms:
             scores = torch.einsum("nh,nkh->nk", draft.refine(pre, predecessor), head[c.ids])
             given = original(draft, head, pre, label, predecessor, c)
             return change(given, scores.log_softmax(dim=-1), c.ids == label.unsqueeze(-1))
 
         return changed
 
-    return everywhere(objective.refinement_terms, make)
+    return everywhere(refinement.refinement_terms, make)
 
 
 def refined_ce_over_uncovered_rows() -> AbstractContextManager[None]:
     """The argmax of a row without its label is 0: the best candidate passes for the label."""
 
-    def change(refined: Refined, log_q: Tensor, is_label: Tensor) -> Refined:
+    def change(refined: RefinementTerms, log_q: Tensor, is_label: Tensor) -> RefinementTerms:
         index = is_label.int().argmax(dim=-1, keepdim=True)
         ce = -log_q.gather(-1, index).squeeze(-1)
         return refined._replace(ce=ce, covered=torch.ones_like(refined.covered))
@@ -346,22 +352,20 @@ def l1_without_the_mass_threshold() -> AbstractContextManager[None]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda config: original(config).model_copy(update={"candidate_mass_threshold": -1.0})
 
-    return everywhere(configuration.settings_of, make)
+    return everywhere(method_settings.settings_of, make)
 
 
 def label_among_the_candidates() -> AbstractContextManager[None]:
     """Where the top K miss the label, it takes the last place."""
 
     def make(original: Distill) -> Distill:
-        def changed(
-            hidden: Tensor, head: Tensor, label: Tensor, weight: Tensor, p: Any, settings: Any, chosen: Any = None
-        ) -> Distilled:
-            ids = chosen
+        def changed(hidden: Tensor, head: Tensor, given: Supervision, settings: Any) -> DistillationTerms:
+            label, ids = given.label, given.chosen
             if ids is None:
                 ids = F.linear(hidden.detach(), head).topk(settings.top_k, dim=-1).indices
             missing = ~(ids == label.unsqueeze(-1)).any(dim=-1)
             ids = torch.cat([ids[:, :-1], torch.where(missing, label, ids[:, -1]).unsqueeze(-1)], dim=-1)
-            return original(hidden, head, label, weight, p, settings, ids)
+            return original(hidden, head, given._replace(chosen=ids), settings)
 
         return changed
 
@@ -369,16 +373,16 @@ def label_among_the_candidates() -> AbstractContextManager[None]:
 
 
 def combined_with(**changes: Callable[[Any], Any]) -> AbstractContextManager[None]:
-    """``combine`` with some of its arguments replaced."""
-    original = objective.combine
+    """``normalize`` with some of its arguments replaced."""
+    original = loss.normalize
 
-    def combine(
+    def normalize(
         sums: dict[str, Tensor], settings: Any, normalization: str, scope: str, beta: float, window_reduce: Any
     ) -> Any:
         given = {"normalization": normalization, "scope": scope, "beta": beta, "window_reduce": window_reduce}
         return original(sums, settings, **{k: changes[k](v) if k in changes else v for k, v in given.items()})
 
-    return attribute(objective, "combine", combine)
+    return attribute(training_model, "normalize", normalize)
 
 
 def refined_denominators_shared() -> AbstractContextManager[None]:
@@ -393,19 +397,19 @@ def gate_not_multiplied_by_ce() -> AbstractContextManager[None]:
 @contextlib.contextmanager
 def gate_without_stop_gradient() -> Iterator[None]:
     """The CE in λ is trained through."""
-    sums_of = objective.backbone_sums
+    sums_of = distillation.backbone_sums
 
-    def backbone_sums(head: Tensor, teacher: Tensor, hidden: Tensor, rows: Rows, *rest: Any, **named: Any) -> Any:
-        sums, correct, candidates = sums_of(head, teacher, hidden, rows, *rest, **named)
-        ce = F.cross_entropy(F.linear(hidden, head), rows.label, reduction="none")
-        return sums | {"ce": (rows.weight.to(ce.dtype) * ce).sum()}, correct, candidates
+    def backbone_sums(batch: MicroBatch, *rest: Any, **named: Any) -> Any:
+        sums, correct, candidates = sums_of(batch, *rest, **named)
+        ce = F.cross_entropy(F.linear(batch.hidden, batch.head), batch.positions.label, reduction="none")
+        return sums | {"ce": (batch.positions.weight.to(ce.dtype) * ce).sum()}, correct, candidates
 
-    def micro_batch_sums(sums: dict[str, Tensor]) -> Tensor:
+    def window_contribution(sums: dict[str, Tensor]) -> Tensor:
         return torch.stack([sums[name] for name in ("ce", "weight", "covered", "heavy")])
 
     with (
-        attribute(objective, "backbone_sums", backbone_sums),
-        attribute(objective, "micro_batch_sums", micro_batch_sums),
+        attribute(training_model, "backbone_sums", backbone_sums),
+        attribute(loss, "window_contribution", window_contribution),
     ):
         yield
 
@@ -418,7 +422,7 @@ def alignment_averaged_over_layers() -> AbstractContextManager[None]:
 
         return mean
 
-    return everywhere(objective.cosine_terms, make)
+    return everywhere(alignment_gate.cosine_terms, make)
 
 
 # Transfer space

@@ -7,8 +7,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.target_backends import ModelTarget
-from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
+from specforge_dspine.modeling.draft_config import small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 
 HIDDEN, LAYERS, TAPS = 16, 3, (0, 1)

@@ -12,8 +12,9 @@ import torch
 
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.formats.writer import write_checkpoint
-from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
+from specforge_dspine.modeling.draft_config import small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.state_dict import READY, TABLE
 from specforge_dspine.training import plan as planning
 from specforge_dspine.training.plan import Plan, make_plan, meta_draft
