@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib.util
@@ -92,6 +93,24 @@ def help_text(module: str, *words: str) -> str:
     return shown.getvalue()
 
 
+@functools.cache
+def texts_of_the_code() -> str:
+    """Every string of the product's code, with "..." for what an f-string fills in."""
+    found = []
+    for path in sorted([*(ROOT / "specforge_dspine").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(
+                        getattr(part, "value", "...") if isinstance(part, ast.Constant) else "..."
+                        for part in node.values
+                    )
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
 def anchors(document: Path) -> set[str]:
     """The anchors that GitHub gives the headings of ``document``."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", document.read_text(encoding="utf-8")), re.M)
@@ -158,6 +177,15 @@ def test_options_are_those_of_the_command(document: Path) -> None:
         known = set(OPTION.findall(help_text(module, *choice)))
         unknown |= {f"{module} {' '.join(choice)} {option}" for option in options - known}
     assert unknown == set()
+
+
+def test_error_messages_are_those_of_the_code() -> None:
+    """The pages's fragments, between dots, stand in some string of the code."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`[^|]+) \|", page, re.M)
+    pieces = {piece.strip() for cell in cells for span in SPAN.findall(cell) for piece in span.split("...")}
+    assert len(pieces) > 100
+    assert {piece for piece in pieces if piece not in texts_of_the_code()} == set()
 
 
 def test_make_lists_its_targets_by_default() -> None:
