@@ -35,7 +35,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(
     r"(?<![\w./-])(?:recipes|docs|tests|specforge_dspine|data_prep)/[\w./-]+\.(?:yaml|md|py|json|safetensors)"
 )
-MODULE = re.compile(r"(?<!\S)-m ((?:specforge_dspine|data_prep)\.[\w.]*\w)|(?:^|[ /])specforge-dspine ([a-z-]+)")
+MODULE = re.compile(r"(?<!\S)-m ((?:specforge_dspine|data_prep)\.[\w.]*\w)|(?:^|[ /])specforge-dspine ([a-z][a-z-]*)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
