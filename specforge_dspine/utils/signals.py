@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM, raised in the main thread so that every ``finally`` runs."""
+    """SIGINT or SIGTERM, as an exception in the main thread."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -18,20 +18,20 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into ``Interrupted``; later ones are ignored while cleaning up.
+    """Turn the first SIGINT or SIGTERM into ``Interrupted``; later ones are ignored during clean-up.
 
-    Libraries on the way may catch it and raise an error of their own (SpecForge's acknowledgment does): it is the
-    interruption that leaves the context all the same.
+    A library in between may catch it and raise its own error, as SpecForge's acknowledgment does. The context still
+    raises the interruption, with that error as its cause.
     """
     received: list[Interrupted] = []
 
-    def unwind(signum: int, _frame: FrameType | None) -> None:
+    def interrupt(signum: int, _frame: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
         received.append(Interrupted(signum))
         raise received[0]
 
-    before = {each: signal.signal(each, unwind) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Our version, and the versions of the two hosts that this release was written against."""
+"""Version of this package, and the supported versions of its two hosts, SpecForge and SGLang."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from packaging.specifiers import SpecifierSet
 
 VERSION = "0.1.0"
 
-# Private seams of both hosts are used (see host.py and stream/plugin.py), so a window, not a floor.
+# Private names of both hosts are used (training/specforge_internals.py, streaming/plugin.py): a window, not a floor.
 SUPPORTED = {"specforge": ">=0.2,<0.3", "sglang": ">=0.5.14,<0.6"}
 
 
 def installed(distribution: str) -> str | None:
-    """The installed version of ``distribution``, None if there is none."""
+    """Returns the installed version of ``distribution``, None if there is none."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -21,7 +21,7 @@ def installed(distribution: str) -> str | None:
 
 
 def require(distribution: str) -> str:
-    """The installed version of ``distribution`` ("specforge" or "sglang").
+    """Returns the installed version of ``distribution``, "specforge" or "sglang", if it is supported.
 
     Raises:
         RuntimeError: it is not installed, or its version is outside the window in ``SUPPORTED``.

@@ -1,4 +1,4 @@
-"""Signals leave a job as what they are, whatever a library makes of them on the way."""
+"""Signals as exceptions, also where a library turns them into errors of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_that_a_library_turned_into_an_error_is_one_still(number: int) -> None:
+def test_an_interruption_survives_a_library_that_raises_its_own_error(number: int) -> None:
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as found, signals_as_exceptions():
         try:
@@ -22,6 +22,6 @@ def test_an_interruption_that_a_library_turned_into_an_error_is_one_still(number
     assert signal.getsignal(number) is before
 
 
-def test_errors_without_a_signal_are_themselves() -> None:
+def test_errors_without_a_signal_pass_unchanged() -> None:
     with pytest.raises(RuntimeError, match="other"), signals_as_exceptions():
         raise RuntimeError("other")

@@ -1,4 +1,4 @@
-"""Hosts of another version are refused before anything of theirs is touched, with the versions that work."""
+"""Unsupported versions of the hosts: refused before they are imported, naming the versions that work."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from specforge_dspine.utils import versions as versions
+from specforge_dspine.utils import versions
 from specforge_dspine.utils.versions import SUPPORTED, VERSION, installed, require
 
 WINDOWS = {"specforge": ">=0.2,<0.3", "sglang": ">=0.5.14,<0.6"}
 
 
 @pytest.mark.parametrize("distribution", WINDOWS)
-def test_what_is_installed_here_is_supported(distribution: str) -> None:
+def test_the_installed_versions_are_supported(distribution: str) -> None:
     assert require(distribution) == installed(distribution)
     assert SUPPORTED[distribution] == WINDOWS[distribution]
 
@@ -85,7 +85,7 @@ def test_an_unsupported_specforge_is_refused_before_it_is_imported(module: str) 
 
 
 def test_the_plugin_needs_no_specforge() -> None:
-    """It runs inside a server, perhaps in an environment of its own."""
+    """It runs inside a server, which may have its own environment."""
     script = """
 import importlib.metadata, sys
 real = importlib.metadata.version
