@@ -24,11 +24,11 @@ from specforge_dspine.decoding.drafter import BlockDrafter, ReplayDrafter
 from specforge_dspine.decoding.loop import Drafter, Target, Trace, decode
 from specforge_dspine.decoding.sampling import Sampling
 from specforge_dspine.decoding.target_backends import (
-    CapturedAnswer,
+    CapturedResponse,
     ModelTarget,
     ServedTarget,
-    answer_span,
     check_greedy,
+    response_span,
 )
 from specforge_dspine.evaluation.benchmarks import EvaluationSet, Prompt
 from specforge_dspine.streaming.client import SGLangClient
@@ -183,7 +183,7 @@ class EvaluationRunner:
         """The rounds over a record's prompt: replayed where they are greedy."""
         assert prompt.record is not None
         record = {name: tensor.to(self.target.device) for name, tensor in read_record(prompt.record).items()}
-        start, end = answer_span(record["loss_mask"], str(prompt.record))
+        start, end = response_span(record["loss_mask"], str(prompt.record))
         ids, question = record["input_ids"][:end], record["input_ids"][:start].tolist()
         if temperature:
             if too_long := self._too_long(question):
@@ -198,7 +198,7 @@ class EvaluationRunner:
         )
         length = min(end - start, self.settings.max_new_tokens)
         ids, taps = ids[: start + length], record["hidden_states"][0, : start + length]
-        known = CapturedAnswer(ids, taps, len(self.target.head))
+        known = CapturedResponse(ids, taps, len(self.target.head))
         trace = self._decode(
             known, 0.0, prompt.name, question, 0, length, ReplayDrafter(self.drafter, ids, taps, start)
         )
@@ -225,7 +225,7 @@ class EvaluationRunner:
             record = self.records[record_key(key)]
             if "skipped" in record:
                 return {"skipped": "an earlier turn was skipped"}
-            answer = Trace.from_json(record["trace"]).answer
+            answer = Trace.from_json(record["trace"]).response
             history.append({"role": "user", "content": prompt.turns[earlier]})
             asked = prompt_ids(self.tokenizer, history, enable_thinking=self.settings.thinking)
             if unfinished_reasoning(self.tokenizer, asked, answer):
