@@ -18,15 +18,10 @@ def excluded_mask(settings: DSpineSettings, mask_token_id: int, vocab: int, devi
 
 
 def candidates(head: Tensor, hidden: Tensor, excluded: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the backbone's top K: ids [.., M, K] and logits [.., M, K], in float32 or wider.
+    """Returns ids [.., M, K] and logits [.., M, K] of the backbone's top K, in float32 or wider.
 
-    The best comes first; of equal logits the lower id. Which of several equal ones is the last candidate is the
-    device's choice.
-
-    Args:
-        head: E [V, H].
-        hidden: norm(h_L) [.., M, H].
-        excluded: mask of ids to leave out [V] (bool).
+    ``head`` E [V, H], ``hidden`` norm(h_L) [.., M, H], ``excluded`` [V] (bool). The best comes first; of equal logits
+    the lower id. Which of several equal ones is the last candidate is the device's choice.
     """
     logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), head)  # one matrix product, not one per block
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(excluded, -torch.inf)

@@ -1,10 +1,7 @@
-"""Drafters: proposals round by round over a growing context, or for a whole known response at once.
+"""The draft at work: proposals round by round over a growing context, or at all anchors of a known sequence.
 
 ``BlockDrafter`` keeps the keys and values that every draft layer makes of the target's features (``DynamicCache``);
 those of the block itself are dropped after each round. So a round computes the newly accepted tokens and its block.
-
-Where the response is known, ``ReplayDrafter`` drafts the blocks of all anchors in a few forwards. The proposals are
-the same, several times faster, because a forward over one block is too small to use the processor.
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ from specforge_dspine.decoding.sampling import GREEDY, Sampling
 from specforge_dspine.modeling.attention_mask import block_mask
 from specforge_dspine.modeling.blocks import Blocks, draft_blocks
 from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
-
-BLOCKS_PER_FORWARD = 64
 
 
 class BlockDrafter:
@@ -67,28 +62,6 @@ class BlockDrafter:
         )
         self.context.crop(length)
         return out
-
-
-class ReplayDrafter:
-    """Greedy proposals along a known response: ``ids`` [S] from position ``start`` on, with the target's features
-    ``taps`` [S, T·H]. A ``loop.Drafter`` for decoding just that response."""
-
-    def __init__(self, drafter: BlockDrafter, ids: Tensor, taps: Tensor, start: int) -> None:
-        anchors = torch.arange(start, len(ids) - 1, device=ids.device)
-        parts = [
-            draft_all_anchors(drafter, ids, taps, part) for part in anchors.split(BLOCKS_PER_FORWARD) if len(part)
-        ]
-        self.start, self.position = start, 0
-        self.proposals = [Proposal(*row, None) for part in parts for row in zip(part.tokens, part.ids, strict=True)]
-
-    def restart(self) -> None:
-        """See ``loop.Drafter``."""
-        self.position = 0
-
-    def propose(self, anchor: Tensor, taps: Tensor, sampling: Sampling, generator: torch.Generator) -> Proposal:
-        """See ``loop.Drafter``; the number of ``taps`` gives the anchor's position."""
-        self.position += len(taps)
-        return self.proposals[self.position - self.start]
 
 
 @torch.inference_mode()

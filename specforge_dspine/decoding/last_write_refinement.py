@@ -18,13 +18,9 @@ from specforge_dspine.modeling.draft_model import DSpineDraftModel
 def refined_scores(
     draft: DSpineDraftModel, head: Tensor, pre_injection: Tensor, predecessors: Tensor, ids: Tensor
 ) -> Tensor:
-    """Returns the scores S_t [.., P, K] of K candidates under each of P predecessors, in ``pre_injection``'s dtype.
+    """Returns the scores S_t [.., P, K] of the candidates ``ids`` [.., K] after each of ``predecessors`` [.., P].
 
-    Args:
-        head: E [V, H].
-        pre_injection: u_{L,t} [.., H].
-        predecessors: predecessor tokens [.., P].
-        ids: candidates of slot t [.., K].
+    ``head`` E [V, H], ``pre_injection`` u_{L,t} [.., H]; in the dtype of ``pre_injection``.
     """
     refined = draft.refine(pre_injection.unsqueeze(-2), predecessors)  # [.., P, H]
     return torch.einsum("...ih,...jh->...ij", refined, head[ids].to(refined.dtype))

@@ -12,7 +12,7 @@ The output is the target's own, whatever the draft: the same tokens (greedy), or
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,15 +35,12 @@ class Target(Protocol):
 
     def start(self, prompt: Tensor) -> TargetOutput:
         """Read the prompt [P] of a new sequence; only the last row of its logits is needed ([1, V])."""
-        ...
 
     def extend(self, tokens: Tensor) -> TargetOutput:
         """Read ``tokens`` [n] after what was kept so far."""
-        ...
 
     def keep(self, count: int) -> None:
         """Keep the first ``count`` tokens of the last ``extend`` and forget the others."""
-        ...
 
 
 class Drafter(Protocol):
@@ -51,11 +48,9 @@ class Drafter(Protocol):
 
     def restart(self) -> None:
         """Begin a new sequence."""
-        ...
 
     def propose(self, anchor: Tensor, taps: Tensor, sampling: Sampling, generator: torch.Generator) -> Proposal:
         """Propose tokens [M] after ``anchor`` [], given the features ``taps`` [n, T·H] of the n new tokens below."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -86,13 +81,9 @@ class Trace:
         """Response tokens that the rounds gave: all but the first, which the prefill gives."""
         return len(self.ids) - self.prompt - 1
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> Trace:
-        """The inverse of ``to_json``."""
+        """The inverse of ``dataclasses.asdict``."""
         rounds = (Round(r["anchor"], tuple(r["proposed"]), r["accepted"]) for r in entry["rounds"])
         return cls(entry["name"], tuple(entry["ids"]), entry["prompt"], tuple(rounds))
 

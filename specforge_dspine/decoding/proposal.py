@@ -38,13 +38,9 @@ def propose(
     *,
     refine: bool,
 ) -> Proposal:
-    """Propose M tokens per block.
+    """Propose M tokens per block; with ``refine`` False by the backbone's logits.
 
-    Args:
-        head: E [V, H].
-        hidden, pre_injection: [.., B, H], as the draft's forward returns them.
-        anchor: x_0 [..].
-        refine: whether to score with the last-write refinement, or with the backbone's logits.
+    ``head`` E [V, H]; ``hidden``, ``pre_injection`` [.., B, H] as the draft's forward returns them; ``anchor`` [..].
     """
     excluded = excluded_mask(draft.settings, draft.mask_token_id, len(head), head.device)
     ids, logits = candidates(head, hidden[..., 1:, :], excluded, draft.settings.top_k)

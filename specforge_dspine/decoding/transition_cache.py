@@ -21,13 +21,8 @@ def transition_cache(
 ) -> Tensor:
     """Returns the scores T [.., M, K, K], in float32 or wider; every row of slot 1 is the anchor's.
 
-    T[.., t, i, j] scores candidate j of a slot after candidate i of the slot before.
-
-    Args:
-        head: E [V, H].
-        pre_injection: u_L [.., M, H].
-        ids: candidates [.., M, K].
-        anchor: x_0 [..].
+    ``head`` E [V, H], ``pre_injection`` u_L [.., M, H], candidates ``ids`` [.., M, K], ``anchor`` x_0 [..]. A row is
+    the predecessor's candidate of slot t−1, a column the candidate of slot t.
     """
     first = anchor[..., None, None].expand(*ids.shape[:-2], 1, ids.shape[-1])
     predecessors = torch.cat([first, ids[..., :-1, :]], dim=-2)  # [.., M, K]

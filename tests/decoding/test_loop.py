@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from specforge_dspine.decoding.drafter import ReplayDrafter
 from specforge_dspine.decoding.loop import Drafter, Trace, decode, truncate
 from specforge_dspine.decoding.proposal import Proposal
+from specforge_dspine.decoding.replay import replay, replay_rounds
 from specforge_dspine.decoding.sampling import GREEDY, Sampling
-from specforge_dspine.decoding.target_backends import CapturedResponse
 from tests.support.pairs import TAPS, tiny_drafter, tiny_target, verifier
 
 VOCAB, PROMPT, NEW, M = 64, [5, 9, 1, 33, 2, 17], 40, 3
@@ -131,14 +132,15 @@ def test_a_captured_response_gives_the_rounds_of_the_real_target(target: Qwen3Fo
     ids = torch.tensor([*PROMPT, *plain_greedy(target, PROMPT, NEW)])
     with torch.inference_mode():
         states = target(ids[None], output_hidden_states=True).hidden_states
-    captured = CapturedResponse(ids, torch.cat([states[layer + 1][0] for layer in TAPS], dim=-1), VOCAB)
-    for drafter in (*scripts(target).values(), tiny_drafter(target)):
-        options = {"max_new_tokens": NEW, "stop": (), "sampling": GREEDY, "generator": torch.Generator()}
-        assert decode(drafter, captured, PROMPT, **options) == respond(drafter, target)  # type: ignore[arg-type]
+    taps = torch.cat([states[layer + 1][0] for layer in TAPS], dim=-1)
+    for drafter in scripts(target).values():
+        rounds = replay_rounds(drafter.rows[len(PROMPT) :].tolist(), ids.tolist(), len(PROMPT))
+        assert rounds == respond(drafter, target).rounds
     for variant in ({}, {"refinement": False}, {"injection": False, "alignment": "off", "causal": False}):
-        drafter = tiny_drafter(target, **variant)
-        replay = ReplayDrafter(drafter, ids, captured.taps, len(PROMPT))
-        assert decode(replay, captured, PROMPT, **options) == respond(drafter, target)  # type: ignore[arg-type]
+        for end in (len(ids), len(PROMPT) + 2, len(PROMPT) + 1):
+            drafter = tiny_drafter(target, **variant)
+            replayed = replay(drafter, ids[:end], taps[:end], len(PROMPT), "")
+            assert replayed == respond(drafter, target, count=end - len(PROMPT))
 
 
 def test_the_same_seed_draws_the_same_response(target: Qwen3ForCausalLM) -> None:
@@ -150,4 +152,4 @@ def test_the_same_seed_draws_the_same_response(target: Qwen3ForCausalLM) -> None
         return decode(drafter, verifier(target), PROMPT, **options)  # type: ignore[arg-type]
 
     assert drawn(1) == drawn(1) != drawn(2)
-    assert Trace.from_json(drawn(1).to_json()) == drawn(1)
+    assert Trace.from_json(asdict(drawn(1))) == drawn(1)
