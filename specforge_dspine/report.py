@@ -11,16 +11,22 @@ report.json holds every round's tokens, so that all figures can be recomputed fr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import field_validator
 
-from specforge_dspine.evaluation.comparison import compare
+from specforge_dspine.decoding.loop import Trace
+from specforge_dspine.evaluation.metrics import summary, tau_difference
+from specforge_dspine.evaluation.results import RESULT, ROUNDS, traces_of
 from specforge_dspine.utils.cli import Command, Options, option, run_command
-from specforge_dspine.utils.files import atomic_write, read_jsonl
+from specforge_dspine.utils.files import atomic_write, read_json, read_jsonl
 from specforge_dspine.utils.tables import estimate, markdown_table, number
+
+Evaluation = tuple[dict[str, Any], dict[str, list[Trace]]]
+"""A result, and its responses by set."""
 
 COLUMNS = ("evaluation", "temperature", "τ", "rounds", "prompts")
 
@@ -48,9 +54,8 @@ def make_report(options: ReportOptions) -> str:
     Raises:
         ValueError: as ``compare``.
     """
-    report = compare(
-        {name: Path(folder) for name, _, folder in (word.partition("=") for word in options.evaluations)}
-    )
+    words = [word.partition("=") for word in options.evaluations]
+    report = compare({name: Path(folder) for name, _, folder in words})
     metrics: list[dict[str, float]] = []
     if options.run is not None:  # lines without a loss are of held-out samples
         metrics = [line for line in read_jsonl(options.run / "metrics.jsonl") if "loss" in line]
@@ -59,18 +64,71 @@ def make_report(options: ReportOptions) -> str:
     with atomic_write(options.out / "report.png") as file:
         draw(report, metrics).savefig(file, dpi=110)
     lines = [
-        (
-            name,
-            f"{entry['temperature']:g}",
-            estimate(entry["tau"], entry["tau_interval_95"]),
-            *(entry["rounds"], entry["prompts"]),
-        )
+        (name, f"{entry['temperature']:g}", figure, entry["rounds"], entry["prompts"])
         for name, entry in report["variants"].items()
+        for figure in [estimate(entry["tau"], entry["tau_interval_95"])]
     ]
     text = markdown_table(COLUMNS, lines)
     if "refinement_gain" in report:
         text.append(f"\nThe refinement adds {gain_text(report)} to τ.")
     return "\n".join([*text, f"wrote {options.out / 'report.json'} and {options.out / 'report.png'}"])
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Read a finished evaluation at one temperature.
+
+    Raises:
+        ValueError: it is not finished, or holds several temperatures.
+    """
+    if not (folder / RESULT).is_file():
+        raise ValueError(f"{folder} holds no {RESULT}: is the evaluation finished? Its command continues it")
+    result = read_json(folder / RESULT)
+    temperatures = result["decoding"]["temperature"]
+    if len(temperatures) != 1:
+        raise ValueError(f"{folder} holds temperatures {temperatures}; evaluate each into a folder of its own")
+    return result, traces_of(read_jsonl(folder / ROUNDS), temperatures[0])
+
+
+def refinement_gain(refined: Evaluation, unrefined: Evaluation) -> dict[str, Any]:
+    """τ(refined) − τ(unrefined) and its interval.
+
+    Raises:
+        ValueError: the two differ in more than the refinement, or have no round.
+    """
+    for part, name in (("draft", "fingerprint"), ("target", "fingerprint"), ("decoding", "temperature")):
+        if refined[0][part][name] != unrefined[0][part][name]:
+            raise ValueError(f"refined and unrefined differ in {part} {name}; give one of them another name")
+    gain, bounds = tau_difference(refined[1], unrefined[1])
+    if gain is None:
+        raise ValueError("refined and unrefined hold no round")
+    return {"refinement_gain": gain, "refinement_gain_interval_95": bounds}
+
+
+def compare(folders: Mapping[str, Path]) -> dict[str, Any]:
+    """Returns what report.json holds of evaluations by name.
+
+    Raises:
+        ValueError: as ``read_evaluation`` and ``refinement_gain``.
+    """
+    evaluations = {name: read_evaluation(folder) for name, folder in folders.items()}
+    variants = {
+        name: summary(sets, result["draft"]["block_size"] - 1)
+        | {"temperature": result["decoding"]["temperature"][0], "draft": result["draft"]}
+        for name, (result, sets) in evaluations.items()
+    }
+    first, _ = next(iter(evaluations.values()))
+    report: dict[str, Any] = {
+        "prompts": max(entry["prompts"] for entry in variants.values()),
+        "variants": variants,
+        **{name: first[name] for name in ("interval", "target", "versions")},
+        "decoded_live": sum(result["decoded_live"] for result, _ in evaluations.values()),
+    }
+    if {"refined", "unrefined"} <= evaluations.keys():
+        report |= refinement_gain(evaluations["refined"], evaluations["unrefined"])
+    traces = {
+        name: [asdict(trace) for each in sets.values() for trace in each] for name, (_, sets) in evaluations.items()
+    }
+    return report | {"traces": traces}
 
 
 def gain_text(report: dict[str, Any]) -> str:
@@ -83,28 +141,23 @@ def draw(report: dict[str, Any], metrics: Sequence[dict[str, float]]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
-    axes = figure.subplots(2, 2)
-    steps = [line["step"] for line in metrics]
+    losses, accuracies, alignment, acceptance = figure.subplots(2, 2).flat
     aligned = [name for name in metrics[0] if name.startswith("align_")] if metrics else []
-    panels = (
-        (axes[0, 0], "loss parts", ["ce", "refined_ce", "l1", "refined_l1"]),
-        (axes[0, 1], "coverage and accuracy", ["coverage", "candidate_mass", "accuracy", "refined_accuracy"]),
-        (axes[1, 0], "layer alignment and its gate", [*aligned, "lambda"]),
-    )
-    for axis, title, names in panels:
+    for axis, title, names in (
+        (losses, "loss parts", ["ce", "refined_ce", "l1", "refined_l1"]),
+        (accuracies, "coverage and accuracy", ["coverage", "candidate_mass", "accuracy", "refined_accuracy"]),
+        (alignment, "layer alignment and its gate", [*aligned, "lambda"]),
+    ):
         for name in names:
-            axis.plot(steps, [line.get(name) for line in metrics], label=name)
+            axis.plot([line["step"] for line in metrics], [line.get(name) for line in metrics], label=name)
         axis.set(title=title, xlabel="optimizer step")
-        axis.grid(alpha=0.3)
-        if steps:
-            axis.legend()
-    axis = axes[1, 1]
     for name, entry in report["variants"].items():
         shares = entry["acceptance_by_position"]
-        axis.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {number(entry['tau'])}")
-    axis.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
-    axis.grid(alpha=0.3)
-    axis.legend()
+        acceptance.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {number(entry['tau'])}")
+    acceptance.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
+    for axis in figure.axes:
+        axis.grid(alpha=0.3)
+        axis.legend()
     title = f"{report['prompts']} prompts"
     if "refinement_gain" in report:
         temperature = report["variants"]["refined"]["temperature"]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specforge_dspine.decoding.proposal import Proposal
+from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.sampling import Sampling, choose
 from specforge_dspine.decoding.verification import verify
 
@@ -41,16 +41,6 @@ class Target(Protocol):
 
     def keep(self, count: int) -> None:
         """Keep the first ``count`` tokens of the last ``extend`` and forget the others."""
-
-
-class Drafter(Protocol):
-    """A source of proposals, as ``drafter.BlockDrafter``."""
-
-    def restart(self) -> None:
-        """Begin a new sequence."""
-
-    def propose(self, anchor: Tensor, taps: Tensor, sampling: Sampling, generator: torch.Generator) -> Proposal:
-        """Propose tokens [M] after ``anchor`` [], given the features ``taps`` [n, T·H] of the n new tokens below."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ class Trace:
 
 @torch.inference_mode()
 def decode(
-    drafter: Drafter,
+    drafter: BlockDrafter,
     target: Target,
     prompt: Sequence[int],
     *,

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +157,7 @@ def open_set(spec: str, limit: int | None = None) -> EvaluationSet:
 
 
 def read_published(name: str, benchmark: Benchmark) -> tuple[str, Iterator[Entry]]:
-    """Returns the source and the entries of a benchmark from its package, or else from the hub.
-
-    Raises:
-        BenchmarkError: neither can be read.
-    """
+    """Read a benchmark from its package, or else from the hub; raises ``BenchmarkError`` with the reasons."""
     errors = []
     for read, source in ((read_package, benchmark.package), (read_hub, benchmark.hub)):
         try:
@@ -217,17 +213,14 @@ def conversation(number: int, entry: dict[str, Any]) -> Prompt:
     Raises:
         InvalidRow: the row holds no conversation.
     """
-    messages = entry.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InvalidRow("messages is not a list of JSON objects", f"it is {messages!r:.60}")
-    texts: dict[Any, list[str]] = {"system": [], "user": [], "assistant": []}
-    for message in messages:
-        role, content = message.get("role"), message.get("content")
-        if role not in texts or not is_text(content):
-            raise InvalidRow("a message without role and text", f"role {role!r}, content {content!r:.60}")
-        texts[role].append(content)
-    if not texts["user"]:
-        raise InvalidRow("no user turn")
+    texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
+    try:
+        for message in entry["messages"]:
+            texts[message["role"]].append(message["content"])
+    except (KeyError, TypeError) as error:
+        raise InvalidRow("messages are not a list of role and content", f"{error}") from error
+    if not texts["user"] or not all(map(is_text, chain(*texts.values()))):
+        raise InvalidRow("content is not text", f"messages are {entry['messages']!r:.60}")
     name = f"prompt-{number}" if entry.get("id") is None else str(entry["id"])
     return Prompt(name, tuple(texts["user"]), next(iter(texts["system"]), None))
 
@@ -243,11 +236,7 @@ def is_text(value: Any) -> bool:
 
 
 def generated() -> Iterator[Prompt]:
-    """Word problems.
-
-    Raises:
-        BenchmarkError: reasoning-gym is not installed.
-    """
+    """Word problems of reasoning-gym; raises ``BenchmarkError`` if it is not installed."""
     try:
         import reasoning_gym
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Entries of evaluation sets: from files, from packages that carry a benchmark, and from data sets of a hub.
 
-Every entry comes with its line, or its number in a JSON array or a table. What cannot be read comes as an
-``InvalidRow`` in its place.
+Every reader returns its source and its entries, or raises ``BenchmarkError``. An entry comes with its line, or its
+number in a JSON array or a table. What cannot be read comes as an ``InvalidRow`` in its place.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ class BenchmarkError(ValueError):
 
 
 def read_path(path: Path) -> tuple[str, Iterator[Entry]]:
-    """Returns the source and the entries of a file, or of all data files in a folder.
-
-    Raises:
-        BenchmarkError: no file of a known kind.
-    """
+    """Read a file, or all data files in a folder."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     files = [file for file in files if file.name.endswith(SUFFIXES) and not file.name.endswith(SIDE_SUFFIXES)]
     if not files:
@@ -47,11 +43,7 @@ def read_path(path: Path) -> tuple[str, Iterator[Entry]]:
 
 
 def read_package(name: str) -> tuple[str, Iterator[Entry]]:
-    """Returns the source and the entries of one of ``PACKAGES``.
-
-    Raises:
-        BenchmarkError: it is not installed.
-    """
+    """Read the data file of one of ``PACKAGES``."""
     version, member = PACKAGES[name]
     try:
         file = next(file for file in distribution(name).files or [] if str(file).endswith(member))
@@ -61,11 +53,7 @@ def read_package(name: str) -> tuple[str, Iterator[Entry]]:
 
 
 def read_hub(name: str) -> tuple[str, Iterator[Entry]]:
-    """Returns the source and the entries of a data set ``NAME[@CONFIG]:SPLIT``.
-
-    Raises:
-        BenchmarkError: ``datasets`` cannot load it.
-    """
+    """Read a data set ``NAME[@CONFIG]:SPLIT``."""
     path, _, split = name.partition(":")
     path, _, config = path.partition("@")
     try:
@@ -100,11 +88,7 @@ def read_file(path: Path) -> Iterator[Entry]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's content, unpacked.
-
-    Raises:
-        OSError: it is cut off, or damaged.
-    """
+    """Returns a file's content, unpacked; raises ``OSError`` if it is cut off."""
     if path.suffix not in PACKED:
         return path.read_bytes()
     from pyarrow import input_stream

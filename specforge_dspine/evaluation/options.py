@@ -68,6 +68,5 @@ class EvaluateOptions(Options):
 
     def decoding(self) -> dict[str, Any]:
         """How responses are decoded, as result files hold it."""
-        names = ("top_p", "top_k", "max_new_tokens", "seed", "verify_live")
-        facts = {"temperatures": self.temperature, "thinking": self.enable_thinking}
-        return facts | {name: getattr(self, name) for name in names}
+        names = {"temperature", "top_p", "top_k", "max_new_tokens", "seed", "thinking", "verify_live"}
+        return self.model_dump(include=names)

@@ -35,12 +35,9 @@ def evaluation_facts(
     """
     hashes = tokenizer_identity(options.target, tokenizer)
     template = {"sha256": hashes["chat_template"], "thinking": THINKING_TEXT[options.enable_thinking]}
+    refines = draft.settings.refinement and options.variant != "unrefined"
     facts = {
-        "draft": draft_facts(options.draft, draft)
-        | {
-            "variant": options.variant,
-            "refinement": draft.settings.refinement and options.variant != "unrefined",
-        },
+        "draft": draft_facts(options.draft, draft) | {"variant": options.variant, "refinement": refines},
         "target": {name: value for name, value in asdict(target).items() if name != "model_path"}
         | {
             "fingerprint": model_fingerprint(options.target),

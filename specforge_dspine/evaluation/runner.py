@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -76,13 +76,18 @@ class EvaluationRunner:
         """Decode what the ledger lacks and keep it there, one by one; returns how many records it then holds.
 
         Raises:
-            ReplayMismatchError: a captured response's replay differs from decoding.
-            CaptureVerificationError, ConnectionError: as ``TargetVerifier.live``.
-            RecordError: a captured record, or a server's, is damaged.
-            ValueError: a captured response is not the target's greedy one.
+            ReplayMismatchError, ValueError: a captured response's replay would be wrong.
+            CaptureVerificationError, ConnectionError, RecordError: a server or a record cannot be used.
         """
+        jobs = [
+            Job(temperature, each.name, prompt, turn, place)
+            for temperature in self.options.temperature
+            for each in sets
+            for place, prompt in enumerate(each.prompts)
+            for turn in range(max(1, len(prompt.turns)))
+        ]
         tokens = rounds = 0
-        with tqdm(list(self._jobs(sets)), desc="responses", unit=" response", smoothing=0) as bar:
+        with tqdm(jobs, desc="responses", unit=" response", smoothing=0) as bar:
             for job in bar:
                 key = record_key(job.facts())
                 if key not in self.records:
@@ -94,13 +99,6 @@ class EvaluationRunner:
                     tokens, rounds = tokens + trace.tokens, rounds + len(trace.rounds)
                     bar.set_postfix_str(f"τ {tokens / max(rounds, 1):.3f}", refresh=False)
         return len(self.records)
-
-    def _jobs(self, sets: Sequence[EvaluationSet]) -> Iterator[Job]:
-        for temperature in self.options.temperature:
-            for each in sets:
-                for index, prompt in enumerate(each.prompts):
-                    for turn in range(max(1, len(prompt.turns))):
-                        yield Job(temperature, each.name, prompt, turn, index)
 
     def _record(self, job: Job) -> Record:
         started = time.monotonic()
@@ -140,8 +138,8 @@ class EvaluationRunner:
                 return {"skipped": "an earlier response was cut off while thinking"}
             history.append({"role": "assistant", "content": answer_text(self.tokenizer, trace.response)})
         history.append({"role": "user", "content": job.prompt.turns[job.turn]})
-        ids = prompt_ids(self.tokenizer, history, enable_thinking=self.options.enable_thinking)
-        return self._decode_live(job, ids)
+        prompt = prompt_ids(self.tokenizer, history, enable_thinking=self.options.enable_thinking)
+        return self._decode_live(job, prompt)
 
     def _decode_live(self, job: Job, prompt: list[int]) -> Record:
         """The rounds over a response that the target verifies, or why there is no room for one."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from specforge_dspine.decoding.loop import Drafter, Trace, decode, truncate
+from specforge_dspine.decoding.drafter import BlockDrafter
+from specforge_dspine.decoding.loop import Trace, decode, truncate
 from specforge_dspine.decoding.proposal import Proposal
 from specforge_dspine.decoding.replay import replay, replay_rounds
 from specforge_dspine.decoding.sampling import GREEDY, Sampling
@@ -32,7 +33,9 @@ def plain_greedy(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list
     return ids[len(prompt) :]
 
 
-def respond(drafter: Drafter, model: Qwen3ForCausalLM, *, stop: tuple[int, ...] = (), count: int = NEW) -> Trace:
+def respond(
+    drafter: BlockDrafter | Scripted, model: Qwen3ForCausalLM, *, stop: tuple[int, ...] = (), count: int = NEW
+) -> Trace:
     options = {"max_new_tokens": count, "stop": stop, "sampling": GREEDY, "generator": torch.Generator()}
     return decode(drafter, verifier(model), PROMPT, **options)  # type: ignore[arg-type]
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from specforge_dspine.decoding.candidates import candidates, excluded_mask
-from specforge_dspine.decoding.loop import Drafter, decode
+from specforge_dspine.decoding.drafter import BlockDrafter
+from specforge_dspine.decoding.loop import decode
 from specforge_dspine.decoding.proposal import Proposal, propose_by_walk
 from specforge_dspine.decoding.sampling import Sampling, distribution, draw
 from specforge_dspine.decoding.transition_cache import transition_cache
@@ -108,7 +109,7 @@ def test_a_wrong_q_is_found(target: Qwen3ForCausalLM, sampling: Sampling) -> Non
 class WrongQ:
     """Drafts as another drafter does and misreports what it drew from."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: BlockDrafter) -> None:
         self.drafter = drafter
         self.restart = drafter.restart
 
@@ -116,7 +117,7 @@ class WrongQ:
         return other_q(self.drafter.propose(*arguments))  # type: ignore[arg-type]
 
 
-def decoded(target: Qwen3ForCausalLM, drafter: Drafter, sampling: Sampling, times: int) -> Tensor:
+def decoded(target: Qwen3ForCausalLM, drafter: BlockDrafter | WrongQ, sampling: Sampling, times: int) -> Tensor:
     """Counts [V^3] of the first three tokens that the real loop decodes."""
     generator = torch.Generator().manual_seed(5)
     model, counts = verifier(target), torch.zeros(VOCAB**JOINT)

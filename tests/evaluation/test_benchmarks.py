@@ -115,15 +115,17 @@ def test_conversations_of_data_prep(tmp_path: Path) -> None:
     assert (prompt.name, prompt.system, prompt.turns) == ("c-1", "Be brief.", ("One?", "Two?"))
     user = {"role": "user", "content": "Hi"}
     lists = [None, [user], [user], ["Hi"], [{"role": "tool", "content": "Hi"}], [user, {"role": "assistant"}], []]
+    lists += [[{"role": "user", "content": 3}]]
     rows = [{"id": None, "messages": messages} for messages in lists]
     found = open_set(f"prompts={write(tmp_path / 'some.jsonl', rows)}")
     assert [prompt.name for prompt in found.prompts] == ["prompt-2", "prompt-3"]
     assert [(skip["line"], skip["reason"].split(" (")[0]) for skip in found.skipped] == [
-        (1, "messages is not a list of JSON objects"),
-        (4, "messages is not a list of JSON objects"),
-        (5, "a message without role and text"),
-        (6, "a message without role and text"),
-        (7, "no user turn"),
+        (1, "messages are not a list of role and content"),
+        (4, "messages are not a list of role and content"),
+        (5, "messages are not a list of role and content"),
+        (6, "messages are not a list of role and content"),
+        (7, "content is not text"),
+        (8, "content is not text"),
     ]
     with pytest.raises(BenchmarkError, match="ids repeat"):
         open_set(f"prompts={write(path, [{'id': 'c-1', 'messages': messages}] * 2)}")

@@ -386,8 +386,11 @@ def test_only_the_same_is_compared(world: Path, tmp_path: Path, capsys: pytest.C
     unrefined = [*captured, "--variant", "unrefined"]
     others = {
         "more": (words(world, tmp_path / "more", *unrefined, "--limit", 4), "different prompts"),
-        "warm": (words(world, tmp_path / "warm", *unrefined, "--limit", 3, "--temperature", 1), "in temperature"),
-        "plain": (words(world, tmp_path / "plain", *captured, "--limit", 3, draft=DRAFTS[2]), "in draft"),
+        "warm": (
+            words(world, tmp_path / "warm", *unrefined, "--limit", 3, "--temperature", 1),
+            "in decoding temperature",
+        ),
+        "plain": (words(world, tmp_path / "plain", *captured, "--limit", 3, draft=DRAFTS[2]), "in draft fingerprint"),
     }
     for name, (arguments, named) in others.items():
         assert evaluate(arguments) == 0
