@@ -27,24 +27,18 @@ from specforge_dspine.utils.files import read_json
 PROBE_TOKENS = 8  # at least, to verify a server
 
 
-class TargetVerifier:
+class TargetVerifier(ExitStack):
     """The tables ``head`` E [V, H] and ``embedding`` [V, H], loaded at once; the verifying target opens on first use
     and closes with the context."""
 
     def __init__(self, identity: TargetIdentity, device: torch.device, server: str | None) -> None:
+        super().__init__()
         self.identity, self.device, self.server = identity, device, server
         self.dtype: torch.dtype = getattr(torch, identity.dtype)
         tables = TargetEmbeddingsAndHead.from_pretrained(identity.model_path, device=device, dtype=self.dtype)
         self.head: Tensor = tables.lm_head.weight
         self.embedding: Tensor = tables.embed_tokens.weight
         self._live: Target | None = None
-        self._stack = ExitStack()
-
-    def __enter__(self) -> TargetVerifier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def live(self, probe: list[int]) -> Target:
         """Returns the target itself; a server is first verified on the ids ``probe``.
@@ -57,7 +51,7 @@ class TargetVerifier:
             model: Any = AutoModelForCausalLM.from_pretrained(self.identity.model_path, dtype=self.dtype)
             self._live = ModelTarget(model.to(self.device), self.identity.layers)
         elif self._live is None:
-            client = self._stack.enter_context(SGLangClient(str(self.server)))
+            client = self.enter_context(SGLangClient(str(self.server)))
             client.verify_server(self.identity, self.head, (probe * PROBE_TOKENS)[: max(PROBE_TOKENS, len(probe))])
             self._live = ServedTarget(client, self.identity, self.head)
         return self._live
@@ -78,18 +72,13 @@ def open_draft(folder: Path, tokenizer: PreTrainedTokenizerBase) -> DSpineDraftM
 
 def drafter_of(variant: Variant, draft: DSpineDraftModel, target: TargetVerifier) -> BlockDrafter:
     """Returns the drafter of a draft's ``variant``, on the target's device."""
-    if variant == "untrained":
-        draft = untrained_like(draft, target.head)
+    if variant == "untrained":  # as training would start from the same configuration
+        torch.manual_seed(0)
+        fresh = DSpineDraftModel(draft.config).to(target.device, draft.fc.weight.dtype)
+        if draft.settings.has_readouts:
+            fresh.set_transfer_space(build_transfer_space(target.head, draft.settings.transfer_rank))
+        draft = fresh
     return BlockDrafter(draft.to(target.device), target.head, target.embedding, refine=variant != "unrefined")
-
-
-def untrained_like(draft: DSpineDraftModel, head: Tensor, seed: int = 0) -> DSpineDraftModel:
-    """Returns a draft of the same configuration, as training would start from it."""
-    torch.manual_seed(seed)
-    fresh = DSpineDraftModel(draft.config).to(head.device, draft.fc.weight.dtype)
-    if draft.settings.has_readouts:
-        fresh.set_transfer_space(build_transfer_space(head, draft.settings.transfer_rank))
-    return fresh.eval()
 
 
 def dtype_of(draft: DSpineDraftModel) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import field_validator
+from pydantic import DirectoryPath, field_validator
 
 from specforge_dspine.decoding.sampling import Sampling
 from specforge_dspine.evaluation.benchmarks import SYNTAX
@@ -19,22 +19,22 @@ Variant = Literal["draft", "unrefined", "untrained"]
 class EvaluateOptions(Options):
     """What to measure, and how responses are decoded."""
 
-    draft: Path = option("exported draft")
-    target: Path = option("the target's folder")
+    draft: DirectoryPath = option("exported draft")
+    target: DirectoryPath = option("the target's folder")
     sets: tuple[str, ...] = option(SYNTAX, metavar="SET")
     out: Path = option("folder of the result")
     server: str | None = option("SGLang server with capture of the draft's layers", default=None, metavar="URL")
     temperature: tuple[float, ...] = option("0 is greedy", default=(0.0,), metavar="T")
-    top_p: float = option("of draft and target; 1 keeps all", default=1.0, gt=0, le=1)
-    top_k: int = option("of draft and target; 0 keeps all", default=0, ge=0)
+    top_p: float = option("of both; 1 keeps all", default=1.0, gt=0, le=1)
+    top_k: int = option("of both; 0 keeps all", default=0, ge=0)
     max_new_tokens: int = option("of a response", default=256, ge=2)
     limit: int | None = option("prompts of each set (default: all)", default=None, ge=1)
     seed: int = option("of the draws", default=0)
     thinking: Literal["on", "off", "none"] = option("the chat template's switch", default="none")
     variant: Variant = option("the draft, without refinement, or as training would start it", default="draft")
     verify_live: int = option("captured responses of each set to decode as well", default=0, ge=0)
-    dtype: Literal["bfloat16", "float16", "float32"] | None = option("(default: the draft's)", default=None)
-    device: str = option("of draft and target", default="cuda" if torch.cuda.is_available() else "cpu")
+    dtype: Literal["bfloat16", "float16", "float32"] | None = option("of both (default: the draft's)", default=None)
+    device: str = option("of both", default="cuda" if torch.cuda.is_available() else "cpu")
     overwrite: bool = option("replace what --out holds, once this is done", default=False)
 
     @field_validator("temperature")

@@ -232,6 +232,7 @@ def test_other_inputs_are_refused_and_named(world: Path, tmp_path: Path, capsys:
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "--thinking", "off"], "no such switch"),
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "--temperature", "1e-40"], "or at least 0.01"),
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "--device", "nonsense"], "--device nonsense"),
+        (["--sets", "gsm8k={world}/gsm8k.jsonl", "--target", "{world}/none"], "--target {world}/none: path does not"),
         (["--sets", "captured={world}/target"], "holds no prompt"),
         (["--sets", "captured={world}/features", "--verify-live", "1", "--dtype", "bfloat16"], "bfloat16"),
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "--top-p", "0"], "--top-p 0: input should be greater than 0"),
