@@ -1,190 +1,174 @@
-"""Evaluations side by side: one report.json and a picture.
+"""Compare evaluations: one report.json and a picture.
 
     python -m specforge_dspine.report --evaluations refined=DIR unrefined=DIR .. --out DIR [--run DIR]
 
-Each folder is what ``specforge_dspine.evaluate`` wrote at one temperature; its name is how the report calls it. With
-"refined" and "unrefined" among them, both of one draft on the same prompts, the report says what the refinement adds
-to τ; every draw of its interval takes the same prompts of both. Every round's tokens go into report.json, so that all
-figures can be recomputed from it (fields: docs/metrics.md); ``--run`` adds the training run's curves to the picture.
+Each folder is what specforge_dspine.evaluate wrote at one temperature; its name is used in the report. With "refined"
+and "unrefined" among them, both of one draft on the same prompts, the report gives what the refinement adds to τ.
+report.json holds every round's tokens, so that all figures can be recomputed from it (fields: docs/metrics.md).
+--run adds the training run's curves to the picture.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import field_validator
+
 from specforge_dspine.decoding.loop import Trace
-from specforge_dspine.evaluation.bootstrap import tau_interval
-from specforge_dspine.evaluation.metrics import summary
-from specforge_dspine.evaluation.results import RESULT, ROUNDS, interval, number, traces_of
+from specforge_dspine.evaluation.metrics import summary, tau_difference
+from specforge_dspine.evaluation.results import RESULT, ROUNDS, traces_of
+from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.files import atomic_write, read_json, read_jsonl
+from specforge_dspine.utils.tables import estimate, markdown_table, number
+
+Evaluation = tuple[dict[str, Any], dict[str, list[Trace]]]
+"""A result, and its responses by set."""
+
+COLUMNS = ("evaluation", "temperature", "τ", "rounds", "prompts")
 
 
-def read_evaluation(folder: Path) -> tuple[dict[str, Any], dict[str, list[Trace]]]:
-    """Result and rounds, by set, of a finished evaluation.
+class ReportOptions(Options):
+    """Options of the command."""
+
+    evaluations: tuple[str, ...] = option("names and folders of evaluations", metavar="NAME=DIR")
+    out: Path = option("folder of the report")
+    run: Path | None = option("training run whose curves to draw", default=None)
+
+    @field_validator("evaluations")
+    @classmethod
+    def check_names(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse words without a name or a folder, and names that occur twice."""
+        names = [word.partition("=")[0] for word in words if all(word.partition("="))]
+        if len(set(names)) < len(words):
+            raise ValueError("give each as NAME=DIR, with different names")
+        return words
+
+
+def make_report(options: ReportOptions) -> str:
+    """Write report.json and report.png; returns a table of the figures.
 
     Raises:
-        ValueError: it is none, was not finished, or holds several temperatures.
+        ValueError: as ``compare``.
+    """
+    words = [word.partition("=") for word in options.evaluations]
+    report = compare({name: Path(folder) for name, _, folder in words})
+    metrics: list[dict[str, float]] = []
+    if options.run is not None:  # lines without a loss are of held-out samples
+        metrics = [line for line in read_jsonl(options.run / "metrics.jsonl") if "loss" in line]
+    with atomic_write(options.out / "report.json") as file:
+        file.write(json.dumps(report).encode())  # on one line: most of it is ids
+    with atomic_write(options.out / "report.png") as file:
+        draw(report, metrics).savefig(file, dpi=110)
+    lines = [
+        (name, f"{entry['temperature']:g}", figure, entry["rounds"], entry["prompts"])
+        for name, entry in report["variants"].items()
+        for figure in [estimate(entry["tau"], entry["tau_interval_95"])]
+    ]
+    text = markdown_table(COLUMNS, lines)
+    if "refinement_gain" in report:
+        text.append(f"\nThe refinement adds {gain_text(report)} to τ.")
+    return "\n".join([*text, f"wrote {options.out / 'report.json'} and {options.out / 'report.png'}"])
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Read a finished evaluation at one temperature.
+
+    Raises:
+        ValueError: it is not finished, or holds several temperatures.
     """
     if not (folder / RESULT).is_file():
         raise ValueError(f"{folder} holds no {RESULT}: is the evaluation finished? Its command continues it")
     result = read_json(folder / RESULT)
-    temperatures = result["decoding"]["temperatures"]
+    temperatures = result["decoding"]["temperature"]
     if len(temperatures) != 1:
         raise ValueError(f"{folder} holds temperatures {temperatures}; evaluate each into a folder of its own")
     return result, traces_of(read_jsonl(folder / ROUNDS), temperatures[0])
 
 
-def refinement_gain(refined: Any, unrefined: Any) -> dict[str, Any]:
-    """τ(refined) − τ(unrefined) and its interval, of two ``read_evaluation``.
+def refinement_gain(refined: Evaluation, unrefined: Evaluation) -> dict[str, Any]:
+    """τ(refined) − τ(unrefined) and its interval.
 
     Raises:
-        ValueError: they differ in more than the refinement.
+        ValueError: the two differ in more than the refinement, or have no round.
     """
-    results, sets = zip(refined, unrefined, strict=True)
-    kinds = [
-        {
-            "draft": result["draft"]["fingerprint"],
-            "target": result["target"]["fingerprint"],
-            "temperature": result["decoding"]["temperatures"][0],
-        }
-        for result in results
-    ]
-    differing = [name for name in kinds[0] if kinds[0][name] != kinds[1][name]]
-    if differing:
-        raise ValueError(f"refined and unrefined differ in {', '.join(differing)}; only one may have another name")
-    both = [summary(each, results[0]["draft"]["block_size"] - 1)["tau"] for each in sets]
-    if None in both:
-        raise ValueError("refined or unrefined holds no round")
-    return {"refinement_gain": both[0] - both[1], "refinement_gain_interval_95": tau_interval(*sets)}
+    for part, name in (("draft", "fingerprint"), ("target", "fingerprint"), ("decoding", "temperature")):
+        if refined[0][part][name] != unrefined[0][part][name]:
+            raise ValueError(f"refined and unrefined differ in {part} {name}; give one of them another name")
+    gain, bounds = tau_difference(refined[1], unrefined[1])
+    if gain is None:
+        raise ValueError("refined and unrefined hold no round")
+    return {"refinement_gain": gain, "refinement_gain_interval_95": bounds}
 
 
-def compare(evaluations: Mapping[str, Path]) -> dict[str, Any]:
-    """What report.json holds.
+def compare(folders: Mapping[str, Path]) -> dict[str, Any]:
+    """Returns what report.json holds of evaluations by name.
 
     Raises:
         ValueError: as ``read_evaluation`` and ``refinement_gain``.
     """
-    found = {name: read_evaluation(folder) for name, folder in evaluations.items()}
+    evaluations = {name: read_evaluation(folder) for name, folder in folders.items()}
     variants = {
         name: summary(sets, result["draft"]["block_size"] - 1)
-        | {"temperature": result["decoding"]["temperatures"][0], "draft": result["draft"]}
-        for name, (result, sets) in found.items()
+        | {"temperature": result["decoding"]["temperature"][0], "draft": result["draft"]}
+        for name, (result, sets) in evaluations.items()
     }
-    first, _ = next(iter(found.values()))
+    first, _ = next(iter(evaluations.values()))
     report: dict[str, Any] = {
         "prompts": max(entry["prompts"] for entry in variants.values()),
         "variants": variants,
-        "interval": first["interval"],
-        "target": first["target"],
-        "versions": first["versions"],
-        "decoded_live": sum(result["decoded_live"] for result, _ in found.values()),
+        **{name: first[name] for name in ("interval", "target", "versions")},
+        "decoded_live": sum(result["decoded_live"] for result, _ in evaluations.values()),
     }
-    if {"refined", "unrefined"} <= found.keys():
-        report |= refinement_gain(found["refined"], found["unrefined"])
+    if {"refined", "unrefined"} <= evaluations.keys():
+        report |= refinement_gain(evaluations["refined"], evaluations["unrefined"])
     traces = {
-        name: [trace.to_json() for each in sets.values() for trace in each] for name, (_, sets) in found.items()
+        name: [asdict(trace) for each in sets.values() for trace in each] for name, (_, sets) in evaluations.items()
     }
     return report | {"traces": traces}
 
 
-def draw(path: Path, report: dict[str, Any], metrics: Sequence[dict[str, float]]) -> None:
-    """The picture: loss parts, coverage and accuracies over training, acceptance by position."""
-    import matplotlib
+def gain_text(report: dict[str, Any]) -> str:
+    """What the refinement adds to τ, with its interval."""
+    return estimate(report["refinement_gain"], report["refinement_gain_interval_95"], "+.3f")
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
-    steps = [line["step"] for line in metrics]
+def draw(report: dict[str, Any], metrics: Sequence[dict[str, float]]) -> Any:
+    """Returns a figure: loss parts, coverage and accuracies over training, acceptance by position."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    losses, accuracies, alignment, acceptance = figure.subplots(2, 2).flat
     aligned = [name for name in metrics[0] if name.startswith("align_")] if metrics else []
-    panels = (
-        (axes[0, 0], "loss parts", ["ce", "refined_ce", "l1", "refined_l1"]),
-        (axes[0, 1], "coverage and accuracy", ["coverage", "candidate_mass", "accuracy", "refined_accuracy"]),
-        (axes[1, 0], "layer alignment and its gate", [*aligned, "lambda"]),
-    )
-    for axis, title, names in panels:
+    for axis, title, names in (
+        (losses, "loss parts", ["ce", "refined_ce", "l1", "refined_l1"]),
+        (accuracies, "coverage and accuracy", ["coverage", "candidate_mass", "accuracy", "refined_accuracy"]),
+        (alignment, "layer alignment and its gate", [*aligned, "lambda"]),
+    ):
         for name in names:
-            axis.plot(steps, [line.get(name) for line in metrics], label=name)
+            axis.plot([line["step"] for line in metrics], [line.get(name) for line in metrics], label=name)
         axis.set(title=title, xlabel="optimizer step")
-        axis.grid(alpha=0.3)
-        if steps:
-            axis.legend()
-    axis = axes[1, 1]
     for name, entry in report["variants"].items():
         shares = entry["acceptance_by_position"]
-        axis.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {number(entry['tau'])}")
-    axis.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
-    axis.grid(alpha=0.3)
-    axis.legend()
+        acceptance.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {number(entry['tau'])}")
+    acceptance.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
+    for axis in figure.axes:
+        axis.grid(alpha=0.3)
+        axis.legend()
     title = f"{report['prompts']} prompts"
     if "refinement_gain" in report:
-        title += f"; refinement adds {report['refinement_gain']:+.3f} to τ"
-        title += f" {interval(report['refinement_gain_interval_95'])} at temperature "
-        title += f"{report['variants']['refined']['temperature']:g}"
+        temperature = report["variants"]["refined"]["temperature"]
+        title += f"; refinement adds {gain_text(report)} to τ at temperature {temperature:g}"
     figure.suptitle(title)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.png")
-    figure.savefig(partial, dpi=110)
-    os.replace(partial, path)
-    pyplot.close(figure)
+    return figure
 
 
-def make_report(evaluations: Mapping[str, Path], out: Path, run: Path | None) -> dict[str, Any]:
-    """Compare the evaluations and write report.json and report.png into ``out``.
-
-    Raises:
-        ValueError: as ``read_evaluation``.
-    """
-    report = compare(evaluations)
-    metrics: list[dict[str, float]] = []
-    if run is not None:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        metrics = [values for values in map(json.loads, lines) if "loss" in values]  # others: held-out samples
-    out.mkdir(parents=True, exist_ok=True)
-    with atomic_write(out / "report.json") as file:
-        file.write(json.dumps(report).encode())  # on one line: most of it is ids
-    draw(out / "report.png", report, metrics)
-    return report
-
-
-def named_folder(text: str) -> tuple[str, Path]:
-    """``NAME=DIR``; argparse turns the ValueError into its own message."""
-    name, _, folder = text.partition("=")
-    if not folder:
-        raise ValueError(text)
-    return name, Path(folder)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status (see the module's text)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specforge_dspine.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--evaluations", nargs="+", type=named_folder, required=True, metavar="NAME=DIR")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--run", type=Path, help="training run whose curves to draw")
-    args = parser.parse_args(argv)
-    try:
-        report = make_report(dict(args.evaluations), args.out, args.run)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    for name, entry in report["variants"].items():
-        print(
-            f"τ {name:<10} {number(entry['tau'])}  {interval(entry['tau_interval_95'])}  {entry['rounds']} rounds, "
-            f"{entry['prompts']} prompts, temperature {entry['temperature']:g}"
-        )
-    if "refinement_gain" in report:
-        print(f"refinement   {report['refinement_gain']:+.3f}  {interval(report['refinement_gain_interval_95'])}")
-    print(f"written: {args.out}/report.json, {args.out}/report.png")
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(Command(ReportOptions, make_report), argv, module="specforge_dspine.report", doc=__doc__)
 
 
 if __name__ == "__main__":

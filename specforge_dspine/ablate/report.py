@@ -24,7 +24,7 @@ from specforge_dspine.ablate.runs import INPUTS, SPEED, Place
 from specforge_dspine.ablate.statistics import Counts, Tau, count, differences, smoothed, taus, verdict
 from specforge_dspine.ablate.variants import VARIANTS
 from specforge_dspine.decoding.loop import Trace
-from specforge_dspine.evaluation.bootstrap import BOOTSTRAP
+from specforge_dspine.evaluation.bootstrap import RESAMPLES
 from specforge_dspine.evaluation.metrics import acceptance_by_position
 from specforge_dspine.evaluation.results import ROUNDS, traces_of
 from specforge_dspine.training.run_logger import METRICS_FILE
@@ -157,7 +157,7 @@ def gather(folder: Path) -> dict[str, Any]:
     return {
         "inputs": read_json(folder / INPUTS),
         "not_finished": others,
-        "interval": f"bootstrap over prompts and seeds, {BOOTSTRAP} resamples, paired between variants",
+        "interval": f"bootstrap over prompts and seeds, {RESAMPLES} resamples, paired between variants",
         "machine": [json.loads(each) for each in sorted(speeds)],
         "variants": entries,
         "orderings": [comparison(a, b, counts[a], counts[b]) for a, b in orderings],

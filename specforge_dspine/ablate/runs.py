@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specforge_dspine.ablate.variants import Variant
-from specforge_dspine.evaluate import open_sets
+from specforge_dspine.evaluation.benchmarks import open_sets
 from specforge_dspine.evaluation.results import RESULT
 from specforge_dspine.formats.config_json import CONFIG
 from specforge_dspine.training.recipe import Recipe

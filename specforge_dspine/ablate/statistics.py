@@ -12,14 +12,16 @@ Student's 95 % interval over the seeds' differences, with S − 1 degrees of fre
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import t
 
 from specforge_dspine.decoding.loop import Trace
-from specforge_dspine.evaluation.bootstrap import BOOTSTRAP, LEVEL, by_prompt, quantiles
+from specforge_dspine.evaluation.bootstrap import LEVEL, estimate
+from specforge_dspine.evaluation.metrics import by_prompt
 
 Counts = dict[str, np.ndarray]
 """Of a variant, by set: tokens and rounds [S, P, 2] of each seed and prompt, seeds and prompts in the same order."""
@@ -62,18 +64,24 @@ def per_seed(counts: np.ndarray) -> np.ndarray:
     return np.asarray(sums[:, 0] / sums[:, 1])
 
 
-def drawn(counts: Counts, times: int = BOOTSTRAP) -> dict[str, np.ndarray]:
-    """τ of each set, and under "" their mean, of ``times`` draws [times]; equal shapes are drawn equally."""
-    generator = np.random.default_rng(0)
-    seeds = len(next(iter(counts.values())))
-    weights = generator.multinomial(seeds, [1 / seeds] * seeds, size=times) / seeds
-    found = {}
-    for name in sorted(counts):
-        prompts = counts[name].shape[1]
-        often = generator.multinomial(prompts, [1 / prompts] * prompts, size=times)
-        sums = np.einsum("dp,spk->dsk", often, counts[name])
-        found[name] = (weights * sums[..., 0] / sums[..., 1]).sum(axis=1)
-    return found | {"": np.mean(list(found.values()), axis=0)}
+def drawn_tau(counts: Counts, name: str, seeds: np.ndarray, *prompts: np.ndarray) -> np.ndarray:
+    """τ [..] of the set ``name``, or under "" the mean of all, of drawn ``seeds`` [.., S] and ``prompts`` [.., P] of
+    each set in the order of their names."""
+    found = []
+    for each, drawn in zip(sorted(counts), prompts, strict=True):
+        if name in ("", each):
+            tokens, rounds = (counts[each][..., kind][:, drawn].sum(axis=-1) for kind in (0, 1))  # [S, ..]
+            by_seed = np.moveaxis(tokens / rounds, 0, -1)
+            found.append(np.take_along_axis(by_seed, seeds, axis=-1).mean(axis=-1))
+    return np.mean(found, axis=0)
+
+
+def estimated(tau: Callable[..., np.ndarray], counts: Counts, per_seed: np.ndarray) -> Tau:
+    """What ``tau`` gives of drawn seeds and prompts of ``counts``, as in ``drawn_tau``."""
+    value = float(per_seed.mean())
+    sizes = [counts[name].shape[1] for name in sorted(counts)]
+    interval = estimate(tau, len(per_seed), *sizes).interval
+    return Tau(value, interval or (value, value), tuple(per_seed.tolist()))
 
 
 def seeds_of(counts: Counts) -> dict[str, np.ndarray]:
@@ -84,9 +92,8 @@ def seeds_of(counts: Counts) -> dict[str, np.ndarray]:
 
 def taus(counts: Counts) -> dict[str, Tau]:
     """τ of each set, and under "" their mean."""
-    draws, seeds = drawn(counts), seeds_of(counts)
     return {
-        name: Tau(float(each.mean()), quantiles(draws[name]), tuple(each.tolist())) for name, each in seeds.items()
+        name: estimated(partial(drawn_tau, counts, name), counts, seeds) for name, seeds in seeds_of(counts).items()
     }
 
 
@@ -98,13 +105,12 @@ def differences(a: Counts, b: Counts) -> dict[str, Tau]:
     """
     if {name: each.shape for name, each in a.items()} != {name: each.shape for name, each in b.items()}:
         raise ValueError("two variants hold different prompts or seeds; evaluate the same sets with the same limit")
-    draws = drawn(a), drawn(b)
     seeds = seeds_of(a), seeds_of(b)
-    found = {}
-    for name in seeds[0]:
-        each = seeds[0][name] - seeds[1][name]
-        found[name] = Tau(float(each.mean()), quantiles(draws[0][name] - draws[1][name]), tuple(each.tolist()))
-    return found
+
+    def difference(name: str, *drawn: np.ndarray) -> np.ndarray:
+        return drawn_tau(a, name, *drawn) - drawn_tau(b, name, *drawn)
+
+    return {name: estimated(partial(difference, name), a, seeds[0][name] - seeds[1][name]) for name in seeds[0]}
 
 
 def verdict(difference: Tau) -> str:

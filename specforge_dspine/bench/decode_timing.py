@@ -16,10 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from specforge_dspine.bench.models import SEED, Bench, Sizes
+from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
-from specforge_dspine.decoding.proposal import Drawing, candidates, never_emitted, stepwise, transition_cache, walk
+from specforge_dspine.decoding.last_write_refinement import refine_sequentially
+from specforge_dspine.decoding.proposal import propose_by_walk
 from specforge_dspine.decoding.sampling import Sampling
 from specforge_dspine.decoding.target_backends import ModelTarget
+from specforge_dspine.decoding.transition_cache import transition_cache
 from specforge_dspine.decoding.verification import verify
 
 NEW = 4  # context tokens that the round before accepted
@@ -98,17 +101,17 @@ class DecodingBench:
         hidden, pre_injection = out.hidden[0, 0, 1:], out.pre_injection[0, 0, 1:]
 
         def best() -> Tensor:
-            excluded = never_emitted(draft.settings, draft.mask_token_id, sizes.vocab, bench.device)
+            excluded = excluded_mask(draft.settings, draft.mask_token_id, sizes.vocab, bench.device)
             return candidates(head, hidden, excluded, sizes.top_k)[0]
 
         ids = timed("candidates", best)
         scores = timed("cache", lambda: transition_cache(draft, head, pre_injection, ids, self.anchor))
-        proposal = timed("walk", lambda: walk(scores, ids, SAMPLING, self.generator))
+        proposal = timed("walk", lambda: propose_by_walk(scores, ids, SAMPLING, self.generator))
         read = torch.cat([self.anchor[None], proposal.tokens])
         seen = timed("target", lambda: self.target.extend(read))
         self.target.keep(0)
         timed("verify", lambda: verify(seen.logits, proposal, SAMPLING, self.generator))
         wide = pre_injection.to(torch.promote_types(pre_injection.dtype, torch.float32))
-        pick = Drawing(SAMPLING, self.generator)
-        timed("stepwise", lambda: stepwise(draft, head, wide, ids, self.anchor, pick))
+        sequential = (draft, head, wide, ids, self.anchor, SAMPLING, self.generator)
+        timed("stepwise", lambda: refine_sequentially(*sequential))
         return pieces

@@ -12,15 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specforge_dspine.conformance.vectors import VectorFileError, Vectors
-from specforge_dspine.decoding.proposal import (
-    candidates,
-    greedy_walk,
-    never_emitted,
-    path_probabilities,
-    propose,
-    transition_cache,
-)
+from specforge_dspine.decoding.candidates import candidates, excluded_mask
+from specforge_dspine.decoding.proposal import propose, propose_by_walk
 from specforge_dspine.decoding.sampling import GREEDY
+from specforge_dspine.decoding.transition_cache import path_probabilities, transition_cache
 from specforge_dspine.modeling.draft_model import DraftOutput
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.alignment_gate import alignment_beta, cosine_terms
@@ -181,7 +176,7 @@ def decode_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Block 0: candidates by margin, then scores, picks and distributions in the file's order of candidates."""
     out = forward(v, replace=False)
     anchor = v["inputs/input_ids"][v.anchors[0]]
-    excluded = never_emitted(v.draft.settings, v.draft.mask_token_id, len(v.head), v.head.device)
+    excluded = excluded_mask(v.draft.settings, v.draft.mask_token_id, len(v.head), v.head.device)
     hidden, pre = out.hidden[0, 0, 1:], out.pre_injection[0, 0, 1:]
     own, _ = candidates(v.head, hidden, excluded, v.draft.settings.top_k)
     theirs = v.candidates("decode/candidates")
@@ -189,10 +184,9 @@ def decode_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "decode/candidates", 1 + candidate_error(logits, own, v["decode/candidates"]), _scalar(1.0)
     scores = transition_cache(v.draft, v.head, pre, theirs, anchor)
     yield "decode/scores", scores, v["decode/scores"]
-    picks = theirs.gather(-1, greedy_walk(scores).unsqueeze(-1)).squeeze(-1)
-    yield "decode/greedy", picks, v["decode/greedy"]
+    yield "decode/greedy", propose_by_walk(scores, theirs, GREEDY).tokens, v["decode/greedy"]
     states = (out.hidden[0, 0], out.pre_injection[0, 0])
-    drafted = propose(v.draft, v.head, *states, anchor, GREEDY, torch.Generator(), refine=True)
+    drafted = propose(v.draft, v.head, *states, anchor, GREEDY, refine=True)
     yield "decode/greedy, with our candidates", drafted.tokens, v["decode/greedy"]
     name = f"decode/path_probs_t{PATH_TEMPERATURE}"
     path = v["decode/path"].clamp(0, scores.shape[-1] - 1)

@@ -1,1 +1,1 @@
-"""Proposals, the transition cache, and lossless verification (§6)."""
+"""Speculative decoding: candidates, refinement, transition cache, proposals, lossless verification (§6)."""

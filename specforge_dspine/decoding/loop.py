@@ -1,31 +1,30 @@
-"""Speculative decoding, round by round: the draft proposes a block, the target verifies it in one forward (§6.4).
+"""The speculative decoding loop: the draft proposes a block, the target verifies it in one forward (§6.4).
 
     prefill          the target reads the prompt and gives the first token, the first anchor
-    anchor at a      the draft proposes M tokens from the target's states strictly below a
+    anchor at a      the draft proposes M tokens from the target's features strictly below a
                      the target reads anchor and proposals: n of them are accepted, and it adds one token
-                     the next anchor is that token, at a + n + 1; the states of a .. a + n are new context
+                     the next anchor is that token, at a + n + 1; the features of a .. a + n are new context
 
-What comes out is what the target alone would have said, whatever the draft: the same tokens (greedy), or tokens of
-the same distribution (sampled).
+The output is the target's own, whatever the draft: the same tokens (greedy), or tokens of the same distribution
+(sampled).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from specforge_dspine.decoding.proposal import Proposal
+from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.sampling import Sampling, choose
 from specforge_dspine.decoding.verification import verify
 
 
 class TargetOutput(NamedTuple):
-    """What the target says of n tokens that it read: ``logits`` [n, V] of the token after each, and the tapped
-    layers' outputs ``taps`` [n, T·H]."""
+    """The target's outputs at n tokens: ``logits`` [n, V] of the token after each, and features ``taps`` [n, T·H]."""
 
     logits: Tensor
     taps: Tensor
@@ -35,33 +34,18 @@ class Target(Protocol):
     """A target that verifies, one sequence at a time."""
 
     def start(self, prompt: Tensor) -> TargetOutput:
-        """Read the prompt [P] of a new sequence; of its logits only the last row is needed ([1, V])."""
-        ...
+        """Read the prompt [P] of a new sequence; only the last row of its logits is needed ([1, V])."""
 
     def extend(self, tokens: Tensor) -> TargetOutput:
         """Read ``tokens`` [n] after what was kept so far."""
-        ...
 
     def keep(self, count: int) -> None:
         """Keep the first ``count`` tokens of the last ``extend`` and forget the others."""
-        ...
-
-
-class Drafter(Protocol):
-    """Whatever proposes; ``drafting.BlockDrafter`` is ours."""
-
-    def restart(self) -> None:
-        """A new sequence begins."""
-        ...
-
-    def propose(self, anchor: Tensor, taps: Tensor, sampling: Sampling, generator: torch.Generator) -> Proposal:
-        """Tokens [M] after ``anchor`` [], given the states ``taps`` [n, T·H] of the n newest tokens below it."""
-        ...
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of drafting: ``anchor`` position in the sequence, M ``proposed`` ids, how many were ``accepted``."""
+    """One round: the ``anchor``'s position in the sequence, M ``proposed`` ids, how many were ``accepted``."""
 
     anchor: int
     proposed: tuple[int, ...]
@@ -70,7 +54,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Trace:
-    """All rounds of one answer: ``ids`` [S] prompt and answer, the answer starting at ``prompt``."""
+    """All rounds of one response: ``ids`` [S] of prompt and response, the response from position ``prompt`` on."""
 
     name: str
     ids: tuple[int, ...]
@@ -78,29 +62,25 @@ class Trace:
     rounds: tuple[Round, ...]
 
     @property
-    def answer(self) -> tuple[int, ...]:
-        """The answer's ids."""
+    def response(self) -> tuple[int, ...]:
+        """The response's ids."""
         return self.ids[self.prompt :]
 
     @property
     def tokens(self) -> int:
-        """Answer tokens that the rounds yielded: all but the first, which the prefill gives."""
+        """Response tokens that the rounds gave: all but the first, which the prefill gives."""
         return len(self.ids) - self.prompt - 1
-
-    def to_json(self) -> dict[str, Any]:
-        """As files hold it."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> Trace:
-        """The inverse of ``to_json``."""
+        """The inverse of ``dataclasses.asdict``."""
         rounds = (Round(r["anchor"], tuple(r["proposed"]), r["accepted"]) for r in entry["rounds"])
         return cls(entry["name"], tuple(entry["ids"]), entry["prompt"], tuple(rounds))
 
 
 @torch.inference_mode()
 def decode(
-    drafter: Drafter,
+    drafter: BlockDrafter,
     target: Target,
     prompt: Sequence[int],
     *,
@@ -110,30 +90,30 @@ def decode(
     generator: torch.Generator,
     name: str = "",
 ) -> Trace:
-    """Answer ``prompt`` (P ids) until one of the ``stop`` ids or ``max_new_tokens``, at least 1.
+    """Decode a response to ``prompt`` (P ids), until one of the ``stop`` ids or ``max_new_tokens``, at least 1.
 
     ``generator`` lives on the device of the target's logits.
     """
     drafter.restart()
-    seen = target.start(torch.tensor(prompt, device=generator.device))
-    anchor, taps = choose(seen.logits[-1], sampling, generator), seen.taps
+    output = target.start(torch.tensor(prompt, device=generator.device))
+    anchor, taps = choose(output.logits[-1], sampling, generator)[0], output.taps
     ids, rounds = [*prompt, int(anchor)], []
     end = len(prompt) + max_new_tokens
     while len(ids) < end and ids[-1] not in stop:
         proposal = drafter.propose(anchor, taps, sampling, generator)
-        seen = target.extend(torch.cat([anchor[None], proposal.tokens]))
-        verdict = verify(seen.logits, proposal, sampling, generator)
-        accepted, anchor = int(verdict.accepted), verdict.token
+        output = target.extend(torch.cat([anchor[None], proposal.tokens]))
+        verified = verify(output.logits, proposal, sampling, generator)
+        accepted, anchor = int(verified.accepted), verified.next_token
         proposed = proposal.tokens.tolist()
-        new = cut([*proposed[:accepted], int(anchor)], stop, end - len(ids))
+        new = truncate([*proposed[:accepted], int(anchor)], stop, end - len(ids))
         rounds.append(Round(len(ids) - 1, tuple(proposed), min(accepted, len(new))))
         ids += new
-        taps = seen.taps[: accepted + 1]
+        taps = output.taps[: accepted + 1]
         target.keep(accepted + 1)
     return Trace(name, tuple(ids), len(prompt), tuple(rounds))
 
 
-def cut(tokens: list[int], stop: Collection[int], room: int) -> list[int]:
-    """``tokens`` up to the first of ``stop``, itself included, and ``room`` of them at most."""
+def truncate(tokens: list[int], stop: Collection[int], limit: int) -> list[int]:
+    """Returns ``tokens`` up to and with the first of ``stop``, and at most ``limit`` of them."""
     end = next((at for at, token in enumerate(tokens, 1) if token in stop), len(tokens))
-    return tokens[: min(end, room)]
+    return tokens[: min(end, limit)]

@@ -1,102 +1,93 @@
-"""Figures over prompts with bootstrap intervals, all of a study on the same draws.
+"""Figures over prompts with bootstrap intervals (percentile, 95 %).
 
-A figure is a function of sums over prompts, as right / all of an accuracy. Prompts are drawn, not positions, since
-those of one answer resemble each other; and because every figure sees the same draws, differences are paired.
+A figure is a function of sums over prompts, as tokens / rounds. Prompts are drawn, not positions, because positions
+of one response resemble each other. Each set's prompts are drawn by themselves. Draws depend on the seed and the
+numbers of prompts alone: figures of the same sets are drawn alike, and their differences are paired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import DegenerateDataWarning, bootstrap
 
-from specforge_dspine.decoding.loop import Trace
-
-BOOTSTRAP = 10_000
+RESAMPLES = 10_000
 LEVEL = 0.95
-INTERVAL = f"bootstrap over the prompts of each set, {BOOTSTRAP} resamples"
-Sets = Mapping[str, Sequence[Trace]]
-"""Answers by set."""
-
-
-def by_prompt(traces: Sequence[Trace]) -> dict[str, np.ndarray]:
-    """Tokens and rounds [2] of each prompt, by name; answers of one name belong together, those of one token, which
-    has no round, say nothing."""
-    sums: dict[str, np.ndarray] = {}
-    for trace in sorted(traces, key=lambda each: each.name):
-        if trace.rounds:
-            sums[trace.name] = sums.get(trace.name, 0) + np.array([trace.tokens, len(trace.rounds)])
-    return sums
-
-
-def resampled(traces: Sequence[Trace], generator: np.random.Generator) -> np.ndarray:
-    """Tokens and rounds [``BOOTSTRAP``, 2] of as many prompts, drawn with replacement."""
-    pairs = np.stack(list(by_prompt(traces).values()))
-    return np.asarray(pairs[generator.integers(0, len(pairs), size=(BOOTSTRAP, len(pairs)))].sum(axis=1))
-
-
-def pooled(sets: Sets, seed: int) -> np.ndarray | None:
-    """τ over all sets together [``BOOTSTRAP``]; None if no set has two prompts with rounds."""
-    used = {name: len(by_prompt(traces)) for name, traces in sets.items()}
-    if max(used.values(), default=0) < 2:
-        return None
-    generator = np.random.default_rng(seed)
-    drawn = sum(resampled(sets[name], generator) for name, prompts in used.items() if prompts)
-    return np.asarray(drawn[:, 0] / drawn[:, 1])  # type: ignore[index]
-
-
-def quantiles(values: np.ndarray) -> tuple[float, float]:
-    """The interval that holds 95 % of ``values`` in its middle."""
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
-
-
-def tau_interval(a: Sets, b: Sets | None = None, *, seed: int = 0) -> tuple[float, float] | None:
-    """Bootstrap interval of τ(a), or of τ(a) − τ(b), where every draw takes the same prompts of both.
-
-    Raises:
-        ValueError: a and b hold different prompts.
-    """
-    values = pooled(a, seed)
-    if b is not None:
-        prompts = [{name: list(by_prompt(traces)) for name, traces in each.items()} for each in (a, b)]
-        if prompts[0] != prompts[1]:
-            raise ValueError("the two hold different prompts; evaluate the same sets with the same --limit")
-        others = pooled(b, seed)
-        values = None if values is None or others is None else values - others
-    return None if values is None else quantiles(values)
-
+INTERVAL = f"bootstrap over the prompts of each set, {RESAMPLES} resamples"
 
 Sums = tuple[np.ndarray, np.ndarray]
-"""Of every prompt [P] what was counted, and out of how many."""
+"""Of every prompt [P] of a set: what was counted, and out of how many."""
 
 
-class Resampled:
-    """``prompts`` P of them, drawn with replacement ``BOOTSTRAP`` times."""
+class Estimate(NamedTuple):
+    """A figure's ``value`` and its ``interval``; None where nothing was counted."""
 
-    def __init__(self, prompts: int, seed: int = 0) -> None:
-        shares = np.full(prompts, 1 / prompts)
-        self.weights = np.random.default_rng(seed).multinomial(prompts, shares, size=BOOTSTRAP).astype(float)
+    value: float | None
+    interval: tuple[float, float] | None
 
-    def ratio(self, a: Sums) -> dict[str, Any]:
-        """Σ counted / Σ all, with ``count`` Σ all."""
-        return self._figure(lambda hits, count: hits / count, *a) | {"count": int(a[1].sum())}
 
-    def difference(self, a: Sums, b: Sums) -> dict[str, Any]:
-        """ratio(a) − ratio(b)."""
-        return self._figure(lambda p, m, q, n: p / m - q / n, *a, *b)
+def estimate(figure: Callable[..., np.ndarray], *sizes: int, seed: int = 0) -> Estimate:
+    """Estimate a figure over sets of ``sizes`` prompts; there is no interval where no set has two of them.
 
-    def relative(self, a: Sums, b: Sums) -> dict[str, Any]:
-        """ratio(a) / ratio(b) − 1."""
-        return self._figure(lambda p, m, q, n: (p / m) / (q / n) - 1, *a, *b)
+    Args:
+        figure: takes the drawn prompts' indices [.., n] of each set, returns the figure [..] of each draw. Draws
+            without a finite figure are left out.
+    """
+    varying = [np.arange(n) for n in sizes if n > 1]
 
-    def _figure(self, of: Callable[..., Any], *sums: np.ndarray) -> dict[str, Any]:
-        """``value`` and ``interval_95``; None where nothing was counted. Draws without any count are left out."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            value = of(*(np.float64(each.sum()) for each in sums))
-            draws = of(*(self.weights @ each for each in sums))
-        draws = draws[np.isfinite(draws)]
-        if not np.isfinite(value) or not len(draws):
-            return {"value": None, "interval_95": None}
-        return {"value": float(value), "interval_95": quantiles(draws)}
+    def statistic(*drawn: np.ndarray, axis: int) -> np.ndarray:
+        rest = iter(drawn)
+        return figure(*(next(rest) if n > 1 else np.zeros((len(drawn[0]), 1), dtype=int) for n in sizes))
+
+    options: Any = {"n_resamples": RESAMPLES, "method": "percentile", "vectorized": True, "rng": seed}
+    with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # of draws without a finite figure
+        value = float(figure(*map(np.arange, sizes)))
+        if not np.isfinite(value):
+            return Estimate(None, None)
+        if not varying:
+            return Estimate(value, None)
+        draws = bootstrap(varying, statistic, **options).bootstrap_distribution
+    low, high = np.quantile(draws[np.isfinite(draws)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, (float(low), float(high)))
+
+
+def pooled_ratio(sets: Sequence[Sums], drawn: Sequence[np.ndarray]) -> Any:
+    """Returns Σ counted / Σ all over the ``drawn`` prompts of all sets."""
+    counted, total = (
+        sum(sums[kind][indices].sum(axis=-1) for sums, indices in zip(sets, drawn, strict=True)) for kind in (0, 1)
+    )
+    return np.divide(counted, total)
+
+
+def ratio(sets: Sequence[Sums]) -> Estimate:
+    """Σ counted / Σ all, of all sets together."""
+    return estimate(lambda *drawn: pooled_ratio(sets, drawn), *prompts(sets))
+
+
+def difference(a: Sequence[Sums], b: Sequence[Sums]) -> Estimate:
+    """ratio(a) − ratio(b), of the same prompts."""
+    return estimate(lambda *drawn: pooled_ratio(a, drawn) - pooled_ratio(b, drawn), *prompts(a))
+
+
+def relative(a: Sequence[Sums], b: Sequence[Sums]) -> Estimate:
+    """ratio(a) / ratio(b) − 1, of the same prompts."""
+    return estimate(lambda *drawn: pooled_ratio(a, drawn) / pooled_ratio(b, drawn) - 1, *prompts(a))
+
+
+def mean_ratio(sets: Sequence[Sums]) -> Estimate:
+    """The mean over sets of their ratios."""
+
+    def figure(*drawn: np.ndarray) -> Any:
+        ratios = [pooled_ratio([sums], [indices]) for sums, indices in zip(sets, drawn, strict=True)]
+        return np.divide(sum(ratios), len(sets))
+
+    return estimate(figure, *prompts(sets))
+
+
+def prompts(sets: Sequence[Sums]) -> list[int]:
+    """Prompts of each set."""
+    return [len(total) for _, total in sets]

@@ -1,80 +1,96 @@
-"""Opens the draft that is to be measured, and says of draft, target and software who they are."""
+"""Draft and target of an evaluation: opened, and checked against each other."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from specforge_dspine.decoding.drafter import BlockDrafter
+from specforge_dspine.decoding.loop import Target
+from specforge_dspine.decoding.target_backends import ModelTarget, ServedTarget
+from specforge_dspine.evaluation.options import Variant
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.transfer_space import build_transfer_space
+from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.record import TargetIdentity
-from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.versions import VERSION, installed
+
+PROBE_TOKENS = 8  # at least, to verify a server
+
+
+class TargetVerifier(ExitStack):
+    """The tables ``head`` E [V, H] and ``embedding`` [V, H], loaded at once; the verifying target opens on first use
+    and closes with the context."""
+
+    def __init__(self, identity: TargetIdentity, device: torch.device, server: str | None) -> None:
+        super().__init__()
+        self.identity, self.device, self.server = identity, device, server
+        self.dtype: torch.dtype = getattr(torch, identity.dtype)
+        tables = TargetEmbeddingsAndHead.from_pretrained(identity.model_path, device=device, dtype=self.dtype)
+        self.head: Tensor = tables.lm_head.weight
+        self.embedding: Tensor = tables.embed_tokens.weight
+        self._live: Target | None = None
+
+    def live(self, probe: list[int]) -> Target:
+        """Returns the target itself; a server is first verified on the ids ``probe``.
+
+        Raises:
+            CaptureVerificationError: the server's states cannot be trusted.
+            ConnectionError: no server answers there.
+        """
+        if self._live is None and self.server is None:
+            model: Any = AutoModelForCausalLM.from_pretrained(self.identity.model_path, dtype=self.dtype)
+            self._live = ModelTarget(model.to(self.device), self.identity.layers)
+        elif self._live is None:
+            client = self.enter_context(SGLangClient(str(self.server)))
+            client.verify_server(self.identity, self.head, (probe * PROBE_TOKENS)[: max(PROBE_TOKENS, len(probe))])
+            self._live = ServedTarget(client, self.identity, self.head)
+        return self._live
 
 
 def open_draft(folder: Path, tokenizer: PreTrainedTokenizerBase) -> DSpineDraftModel:
-    """An export of ours, in either layout, or a draft of somebody else.
+    """Open a draft: ours in either layout, or a third-party DFlash draft.
 
     Raises:
-        CheckpointError: it is neither, or damaged, by name.
+        CheckpointError: it is neither, or damaged; the message names the file.
     """
     return load_draft(folder, tokenizer=tokenizer).to_model()
 
 
-def untrained_like(draft: DSpineDraftModel, head: Tensor, seed: int = 0) -> DSpineDraftModel:
-    """A draft of the same configuration as training would start from."""
-    torch.manual_seed(seed)
-    fresh = DSpineDraftModel(draft.config).to(head.device, draft.fc.weight.dtype)
-    if draft.settings.has_readouts:
-        fresh.set_transfer_space(build_transfer_space(head, draft.settings.transfer_rank))
-    return fresh.eval()
+def drafter_of(variant: Variant, draft: DSpineDraftModel, target: TargetVerifier) -> BlockDrafter:
+    """Returns the drafter of a draft's ``variant``, on the target's device."""
+    if variant == "untrained":  # as training would start from the same configuration
+        torch.manual_seed(0)
+        fresh = DSpineDraftModel(draft.config).to(target.device, draft.fc.weight.dtype)
+        if draft.settings.has_readouts:
+            fresh.set_transfer_space(build_transfer_space(target.head, draft.settings.transfer_rank))
+        draft = fresh
+    return BlockDrafter(draft.to(target.device), target.head, target.embedding, refine=variant != "unrefined")
 
 
 def dtype_of(draft: DSpineDraftModel) -> str:
-    """The dtype of the draft's weights, by name."""
+    """Returns the name of the weights' dtype."""
     return str(draft.fc.weight.dtype).removeprefix("torch.")
 
 
 def check_pair(draft: DSpineDraftModel, target: TargetIdentity) -> None:
-    """Was the draft trained for a target of these sizes?
+    """Check that the draft was trained for a target of these sizes.
 
     Raises:
-        ValueError: a size differs, with both values.
+        ValueError: a size differs; the message has both.
     """
     sizes = {
         "num_target_layers": target.num_layers,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
     }
-    for name, found in sizes.items():
-        if getattr(draft.config, name) != found:
-            raise ValueError(
-                f"the draft is for a target with {name}={getattr(draft.config, name)}, "
-                f"{target.model_path} has {found}"
-            )
-
-
-def draft_facts(folder: Path, draft: DSpineDraftModel) -> dict[str, Any]:
-    """Which draft it is, and what kind."""
-    method = draft.settings
-    return {
-        "fingerprint": model_fingerprint(folder),
-        "block_size": draft.block_size,
-        "layers": len(draft.layers),
-        "causal": method.causal,
-        "injection": method.injection,
-        "refinement": method.refinement,
-        "top_k": method.top_k,
-    }
-
-
-def version_facts() -> dict[str, str | None]:
-    """Of everything that computes."""
-    return {name: installed(name) for name in ("torch", "transformers", "sglang", "specforge")} | {
-        "specforge_dspine": VERSION
-    }
+    for name, size in sizes.items():
+        own = getattr(draft.config, name)
+        if own != size:
+            raise ValueError(f"the draft is for a target with {name}={own}, {target.model_path} has {size}")

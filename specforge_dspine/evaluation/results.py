@@ -1,4 +1,4 @@
-"""What an evaluation's records say: figures of every temperature and set, and a table of them."""
+"""Results of an evaluation: figures of every temperature and set, and a table of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 from specforge_dspine.decoding.loop import Trace
 from specforge_dspine.evaluation.bootstrap import INTERVAL
-from specforge_dspine.evaluation.metrics import over_sets, summary
+from specforge_dspine.evaluation.metrics import mean_tau, summary
 from specforge_dspine.evaluation.runner import Record
+from specforge_dspine.utils.tables import interval, markdown_table, number
 
 ROUNDS, RESULT = "rounds.jsonl", "result.json"
+COLUMNS = ("set", "temperature", "τ", "95 % interval", "rounds", "tokens", "accepted to position 1, 2, ..")
 
 
 def traces_of(records: Sequence[Record], temperature: float) -> dict[str, list[Trace]]:
-    """The decoded answers of one temperature, by set."""
+    """The responses of one temperature, by set."""
     sets: dict[str, list[Trace]] = {}
     for record in records:
         if record["temperature"] == temperature and "trace" in record:
@@ -23,46 +25,32 @@ def traces_of(records: Sequence[Record], temperature: float) -> dict[str, list[T
 
 
 def figures(records: Sequence[Record], temperatures: Sequence[float], proposals: int) -> dict[str, Any]:
-    """The results: for each temperature the sets, all answers together, and the mean over sets."""
+    """The figures of result.json: for each temperature the sets, all responses together, and the mean over sets."""
     by_temperature = {}
     for temperature in temperatures:
-        sets = traces_of(records, temperature)
-        if sets:
+        if sets := traces_of(records, temperature):
+            tau, bounds = mean_tau(sets)
             by_temperature[f"{temperature:g}"] = {
                 "overall": summary(sets, proposals),
-                "mean_over_sets": over_sets(sets),
+                "mean_over_sets": {"tau": tau, "tau_interval_95": bounds},
                 "sets": {name: summary({name: traces}, proposals) for name, traces in sets.items()},
             }
     return {
         "interval": INTERVAL,
         "decoded_live": sum(bool(record.get("live")) for record in records),
-        "answers_skipped": [record for record in records if "skipped" in record],
+        "responses_skipped": [record for record in records if "skipped" in record],
         "seconds": round(sum(record["seconds"] for record in records), 1),
         "temperatures": by_temperature,
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """τ of every set and temperature as aligned text."""
-    lines = [
-        f"{'set':<16} {'T':>4} {'τ':>7}  {'95 %':<16} {'rounds':>7} {'tokens':>7}  accepted to position 1, 2, .."
-    ]
+    """τ of every set and temperature, as a Markdown table."""
+    lines = []
     for temperature, entry in result["temperatures"].items():
-        for name, found in (entry["sets"] | {"all": entry["overall"]}).items():
-            shares = " ".join("-" if share is None else f"{share:.1%}" for share in found["acceptance_by_position"])
-            lines.append(
-                f"{name:<16} {temperature:>4} {number(found['tau']):>7}  {interval(found['tau_interval_95']):<16} "
-                f"{found['rounds']:>7} {found['tokens']:>7}  {shares}"
-            )
-        lines.append(f"{'mean over sets':<16} {temperature:>4} {number(entry['mean_over_sets']['tau']):>7}")
-    return "\n".join(lines)
-
-
-def number(value: float | None) -> str:
-    """A figure, or a dash where there is none."""
-    return "-" if value is None else f"{value:.3f}"
-
-
-def interval(bounds: Sequence[float] | None) -> str:
-    """An interval, or a dash where there is none."""
-    return "-" if bounds is None else f"[{bounds[0]:.3f}, {bounds[1]:.3f}]"
+        means = {"rounds": "", "tokens": "", "acceptance_by_position": []} | entry["mean_over_sets"]
+        for name, found in (entry["sets"] | {"all": entry["overall"], "mean over sets": means}).items():
+            shares = " ".join(number(share, ".1%") for share in found["acceptance_by_position"])
+            tau = (number(found["tau"]), interval(found["tau_interval_95"]))
+            lines.append((name, temperature, *tau, found["rounds"], found["tokens"], shares))
+    return "\n".join(markdown_table(COLUMNS, lines))

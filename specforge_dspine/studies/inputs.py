@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.evaluation.benchmarks import EvaluationSet, Prompt, open_set
 from specforge_dspine.evaluation.bootstrap import INTERVAL
-from specforge_dspine.evaluation.loading import check_pair, draft_facts, dtype_of, open_draft, version_facts
-from specforge_dspine.evaluation.runner import TargetVerifier
+from specforge_dspine.evaluation.loading import TargetVerifier, check_pair, dtype_of, open_draft
+from specforge_dspine.evaluation.provenance import draft_facts, version_facts
 from specforge_dspine.streaming.feature_folder import check_features
 from specforge_dspine.streaming.record import TargetIdentity, read_record
 from specforge_dspine.utils.fingerprint import model_fingerprint

@@ -23,9 +23,11 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
-from specforge_dspine.decoding.proposal import candidates, never_emitted, transition_cache, walk
+from specforge_dspine.decoding.proposal import propose_by_walk
 from specforge_dspine.decoding.sampling import GREEDY
+from specforge_dspine.decoding.transition_cache import transition_cache
 from specforge_dspine.modeling.draft_model import DraftOutput
 from specforge_dspine.objective.curriculum import sample_generator
 from specforge_dspine.studies.branches import Branches, block_view, draft_from, history
@@ -195,13 +197,13 @@ def choices(
     """First choices [Q, ``proposals``] of blocks: the backbone's and, with ``refine``, those of the greedy walk that
     decoding takes; ``anchor`` [Q]."""
     draft, head = drafter.draft, drafter.head
-    excluded = never_emitted(draft.settings, draft.mask_token_id, len(head), head.device)
+    excluded = excluded_mask(draft.settings, draft.mask_token_id, len(head), head.device)
     hidden, before = (states[0, :, 1 : proposals + 1] for states in (out.hidden, out.pre_injection))
     ids, _ = candidates(head, hidden, excluded, draft.settings.top_k)
     found = {BACKBONE: ids[..., 0]}
     if refine:
         scores = transition_cache(draft, head, before, ids, anchor)
-        found[REFINED] = walk(scores, ids, GREEDY, torch.Generator(head.device)).tokens
+        found[REFINED] = propose_by_walk(scores, ids, GREEDY).tokens
     return found
 
 

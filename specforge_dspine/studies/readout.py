@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
-from specforge_dspine.decoding.proposal import candidates, never_emitted
 from specforge_dspine.modeling.blocks import forward_blocks
 from specforge_dspine.objective.curriculum import draw_blocks
 from specforge_dspine.objective.supervision import supervised_positions
@@ -78,7 +78,7 @@ def captured_rows(
     at = (0, rows.block[kept], rows.slot[kept])
     found: dict[str, Tensor] = {}
     if own:
-        excluded = never_emitted(draft.settings, draft.mask_token_id, len(drafter.head), device)
+        excluded = excluded_mask(draft.settings, draft.mask_token_id, len(drafter.head), device)
         options, _ = candidates(drafter.head, out.hidden[at], excluded, draft.settings.top_k)
         found[BACKBONE] = options[:, 0]
         if drafter.refine:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from specforge_dspine.evaluation.bootstrap import Resampled, Sums
+from specforge_dspine.evaluation import bootstrap
+from specforge_dspine.evaluation.bootstrap import Estimate, Sums
 from specforge_dspine.studies.interventions import ALL, NONE, PREDICTED, RIGHT, position_groups
 
 Record = dict[str, Any]
@@ -24,16 +25,36 @@ DIFFERENCES = {
 """Accuracy of the first minus accuracy of the second, each "history, predecessor"."""
 
 
+def ratio(a: Sums) -> dict[str, Any]:
+    """Σ counted / Σ all, with ``count`` Σ all."""
+    return as_figure(bootstrap.ratio([a])) | {"count": int(a[1].sum())}
+
+
+def difference(a: Sums, b: Sums) -> dict[str, Any]:
+    """ratio(a) − ratio(b)."""
+    return as_figure(bootstrap.difference([a], [b]))
+
+
+def relative(a: Sums, b: Sums) -> dict[str, Any]:
+    """ratio(a) / ratio(b) − 1."""
+    return as_figure(bootstrap.relative([a], [b]))
+
+
+def as_figure(found: Estimate) -> dict[str, Any]:
+    """As result files hold it; a single prompt always draws itself."""
+    single = None if found.value is None else (found.value, found.value)
+    return {"value": found.value, "interval_95": found.interval or single}
+
+
 def readout_figures(counts: Sequence[Mapping[str, np.ndarray]], block: int) -> dict[str, Any]:
     """Accuracy by group of positions, of every layer and of the draft's own outputs; ``counts`` by prompt, as
     ``readout.right_by_position`` gives them."""
-    resampled = Resampled(len(counts))
     names = [name for name in counts[0] if name != "count"]
     stacked = {name: np.stack([each[name] for each in counts]) for name in (*names, "count")}  # [P, M]
 
     def accuracies(columns: Sequence[int]) -> dict[str, Any]:
         total = stacked["count"][:, columns].sum(axis=1)
-        return {name: resampled.ratio((stacked[name][:, columns].sum(axis=1), total)) for name in names}
+        return {name: ratio((stacked[name][:, columns].sum(axis=1), total)) for name in names}
 
     return {
         "groups": {name: accuracies([t - 1 for t in group]) for name, group in position_groups(block).items()},
@@ -43,19 +64,18 @@ def readout_figures(counts: Sequence[Mapping[str, np.ndarray]], block: int) -> d
 
 def intervention_figures(records: Sequence[Record], block: int) -> dict[str, Any]:
     """All figures of the interventions; ``records`` of the prompts that have blocks."""
-    resampled = Resampled(len(records))
     found = {
         "blocks": sum(record["blocks"] for record in records),
-        "timing": timing_figures(resampled, records),
-        "predecessor": predecessor_figures(resampled, records),
-        "carried": flag_figures(resampled, with_reference(records), "carried", NONE),
+        "timing": timing_figures(records),
+        "predecessor": predecessor_figures(records),
+        "carried": flag_figures(with_reference(records), "carried", NONE),
     }
     if "codes" in records[0]:
-        found["codes"] = flag_figures(resampled, records, "codes", NONE)
+        found["codes"] = flag_figures(records, "codes", NONE)
     return found
 
 
-def timing_figures(resampled: Resampled, records: Sequence[Record]) -> dict[str, Any]:
+def timing_figures(records: Sequence[Record]) -> dict[str, Any]:
     """K of every output and schedule, over all blocks and over those whose predicted history is wrong somewhere."""
     wrong = [np.array(record["history_wrong"], dtype=bool) for record in records]
 
@@ -67,15 +87,15 @@ def timing_figures(resampled: Resampled, records: Sequence[Record]) -> dict[str,
 
     def figures(output: str, schedule: str, chosen: Sequence[np.ndarray]) -> dict[str, Any]:
         own, reference = (sums(output, name, chosen) for name in (schedule, NONE))
-        found = {"K": resampled.ratio(own)}
+        found = {"K": ratio(own)}
         if schedule != NONE:
-            found["difference"] = resampled.difference(own, reference)
-            found["relative"] = resampled.relative(own, reference)
+            found["difference"] = difference(own, reference)
+            found["relative"] = relative(own, reference)
         return found
 
     every = [np.ones_like(each) for each in wrong]
     return {
-        "history_wrong": resampled.ratio(
+        "history_wrong": ratio(
             (np.array([each.sum() for each in wrong], float), np.array([len(each) for each in wrong], float))
         ),
         "outputs": {
@@ -88,9 +108,9 @@ def timing_figures(resampled: Resampled, records: Sequence[Record]) -> dict[str,
     }
 
 
-def predecessor_figures(resampled: Resampled, records: Sequence[Record]) -> dict[str, Any]:
+def predecessor_figures(records: Sequence[Record]) -> dict[str, Any]:
     """Accuracy of the successor by history and predecessor, and the differences that matter."""
-    found = flag_figures(resampled, records, "predecessor", None)
+    found = flag_figures(records, "predecessor", None)
     for where, chosen in conditions(records).items():
         pairs = {
             name: [flag_sums(records, "predecessor", each, chosen) for each in pair]
@@ -98,19 +118,15 @@ def predecessor_figures(resampled: Resampled, records: Sequence[Record]) -> dict
         }
         found[where]["differences"] = {
             name: {
-                "mean": resampled.difference(summed(a), summed(b)),
-                "positions": [
-                    resampled.difference(x, y) for x, y in zip(by_position(a), by_position(b), strict=True)
-                ],
+                "mean": difference(summed(a), summed(b)),
+                "positions": [difference(x, y) for x, y in zip(by_position(a), by_position(b), strict=True)],
             }
             for name, (a, b) in pairs.items()
         }
     return found
 
 
-def flag_figures(
-    resampled: Resampled, records: Sequence[Record], study: str, reference: str | None
-) -> dict[str, Any]:
+def flag_figures(records: Sequence[Record], study: str, reference: str | None) -> dict[str, Any]:
     """Accuracies of every case of ``study`` at positions 2 .. M and over all of them; with a ``reference`` case also
     the difference from it. Over all, and where the predicted predecessor is wrong, and right."""
     found: dict[str, Any] = {}
@@ -119,12 +135,12 @@ def flag_figures(
         for case in records[0][study]:
             sums = flag_sums(records, study, case, chosen)
             cases[case] = {
-                "mean": resampled.ratio(summed(sums)),
-                "positions": [resampled.ratio(each) for each in by_position(sums)],
+                "mean": ratio(summed(sums)),
+                "positions": [ratio(each) for each in by_position(sums)],
             }
             if reference is not None and case != reference:
                 base = flag_sums(records, study, reference, chosen)
-                cases[case]["difference"] = resampled.difference(summed(sums), summed(base))
+                cases[case]["difference"] = difference(summed(sums), summed(base))
         found[where] = {"cases": cases}
     return found
 

@@ -19,6 +19,7 @@ from specforge_dspine.conformance import checks
 from specforge_dspine.conformance.__main__ import main
 from specforge_dspine.conformance.checks import conformance
 from specforge_dspine.conformance.vectors import INPUTS, VectorFileError
+from specforge_dspine.decoding.proposal import Proposal
 from specforge_dspine.modeling import draft_model as model
 from specforge_dspine.modeling import injection
 from specforge_dspine.objective import loss
@@ -220,9 +221,10 @@ def test_files_that_are_no_vector_files_are_refused(tmp_path: Path, capsys: pyte
         conformance(tmp_path / "torn.safetensors", torch.float64)
 
 
-def backbone_only(scores: Tensor) -> Tensor:
+def backbone_only(scores: Tensor, ids: Tensor, _sampling: Any) -> Proposal:
     """A walk that ignores its predecessor."""
-    return scores[..., 0, :].argmax(dim=-1)
+    best = scores[..., 0, :].argmax(dim=-1, keepdim=True)
+    return Proposal(ids.gather(-1, best).squeeze(-1), ids, None)
 
 
 def without_rms(self: Any, layer: int, state: Tensor, receiver: Tensor, predecessor: Tensor) -> Tensor:
@@ -244,7 +246,7 @@ def unscaled_codes(self: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 BUGS = {
-    "the walk ignores its predecessor": (checks, "greedy_walk", backbone_only, {"decode/greedy"}),
+    "the walk ignores its predecessor": (checks, "propose_by_walk", backbone_only, {"decode/greedy"}),
     "RMS(u) omitted": (
         injection.AdjacentCausalInjection,
         "write",

@@ -1,17 +1,19 @@
-"""Rounds lose nothing: greedy answers equal plain greedy decoding, whatever proposes, and stop where that stops."""
+"""Rounds lose nothing: greedy responses equal plain greedy decoding, whatever proposes, and stop where that stops."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from specforge_dspine.decoding.drafter import ReplayDrafter
-from specforge_dspine.decoding.loop import Drafter, Trace, cut, decode
+from specforge_dspine.decoding.drafter import BlockDrafter
+from specforge_dspine.decoding.loop import Trace, decode, truncate
 from specforge_dspine.decoding.proposal import Proposal
+from specforge_dspine.decoding.replay import replay, replay_rounds
 from specforge_dspine.decoding.sampling import GREEDY, Sampling
-from specforge_dspine.decoding.target_backends import CapturedAnswer
 from tests.support.pairs import TAPS, tiny_drafter, tiny_target, verifier
 
 VOCAB, PROMPT, NEW, M = 64, [5, 9, 1, 33, 2, 17], 40, 3
@@ -23,7 +25,7 @@ def target() -> Qwen3ForCausalLM:
 
 
 def plain_greedy(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list[int]:
-    """Token by token, everything computed anew each time."""
+    """Token by token, everything computed again each time."""
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
@@ -31,7 +33,9 @@ def plain_greedy(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list
     return ids[len(prompt) :]
 
 
-def answer(drafter: Drafter, model: Qwen3ForCausalLM, *, stop: tuple[int, ...] = (), count: int = NEW) -> Trace:
+def respond(
+    drafter: BlockDrafter | Scripted, model: Qwen3ForCausalLM, *, stop: tuple[int, ...] = (), count: int = NEW
+) -> Trace:
     options = {"max_new_tokens": count, "stop": stop, "sampling": GREEDY, "generator": torch.Generator()}
     return decode(drafter, verifier(model), PROMPT, **options)  # type: ignore[arg-type]
 
@@ -51,7 +55,7 @@ class Scripted:
 
 
 def scripts(model: Qwen3ForCausalLM) -> dict[str, Scripted]:
-    """Drafts that know the target's answer: all right, all second choices, right at first, and random ids."""
+    """Drafts that know the target's response: all right, all second choices, right at first, and random ids."""
     ids = torch.tensor([*PROMPT, *plain_greedy(model, PROMPT, NEW + M + 1)])
     with torch.inference_mode():
         ranked = model(ids[None]).logits[0].topk(2).indices  # [S, 2], of the token after each
@@ -67,15 +71,15 @@ def scripts(model: Qwen3ForCausalLM) -> dict[str, Scripted]:
     }
 
 
-def test_greedy_answers_are_the_targets_own_whatever_proposes(target: Qwen3ForCausalLM) -> None:
+def test_greedy_responses_are_the_targets_own_whatever_proposes(target: Qwen3ForCausalLM) -> None:
     expected = plain_greedy(target, PROMPT, NEW)
     drafters = scripts(target) | {
         "dspine": tiny_drafter(target),
         "plain": tiny_drafter(target, injection=False, alignment="off", causal=False),
     }
-    traces = {name: answer(drafter, target) for name, drafter in drafters.items()}
+    traces = {name: respond(drafter, target) for name, drafter in drafters.items()}
     for name, trace in traces.items():
-        assert list(trace.answer) == expected, name
+        assert list(trace.response) == expected, name
         assert trace.tokens == NEW - 1
         for each in trace.rounds:
             following = trace.ids[each.anchor + 1 : each.anchor + 1 + M]
@@ -101,9 +105,9 @@ def test_in_bfloat16_every_token_is_the_verifying_forwards_own_argmax(kind: str)
         start, keep = inner.start, inner.keep
 
         def extend(self, tokens: Tensor):  # type: ignore[no-untyped-def]
-            seen = inner.extend(tokens)
-            best.append(seen.logits.argmax(dim=-1))
-            return seen
+            output = inner.extend(tokens)
+            best.append(output.logits.argmax(dim=-1))
+            return output
 
     trace = decode(
         drafter, Watched(), PROMPT, max_new_tokens=NEW, stop=(), sampling=GREEDY, generator=torch.Generator()
@@ -114,34 +118,35 @@ def test_in_bfloat16_every_token_is_the_verifying_forwards_own_argmax(kind: str)
         assert list(new) == own[: len(new)].tolist()
 
 
-def test_an_answer_ends_where_plain_decoding_would(target: Qwen3ForCausalLM) -> None:
+def test_a_response_ends_where_plain_decoding_would(target: Qwen3ForCausalLM) -> None:
     """At each of its tokens as the end token, whether proposed or the target's own, the first one included."""
     expected = plain_greedy(target, PROMPT, NEW)
     for drafter in (scripts(target)["right"], scripts(target)["second choices"], tiny_drafter(target)):
         for token in dict.fromkeys(expected):
-            trace = answer(drafter, target, stop=(token,))
-            assert list(trace.answer) == expected[: expected.index(token) + 1]
+            trace = respond(drafter, target, stop=(token,))
+            assert list(trace.response) == expected[: expected.index(token) + 1]
             assert sum(r.accepted for r in trace.rounds) <= trace.tokens
         for count in (1, 2, M, M + 1, M + 2):
-            assert list(answer(drafter, target, count=count).answer) == expected[:count]
-    assert cut([1, 2, 3], (2,), 9) == [1, 2] and cut([1, 2, 3], (), 1) == [1]
+            assert list(respond(drafter, target, count=count).response) == expected[:count]
+    assert truncate([1, 2, 3], (2,), 9) == [1, 2] and truncate([1, 2, 3], (), 1) == [1]
 
 
-def test_a_captured_answer_gives_the_rounds_of_the_real_target(target: Qwen3ForCausalLM) -> None:
+def test_a_captured_response_gives_the_rounds_of_the_real_target(target: Qwen3ForCausalLM) -> None:
     ids = torch.tensor([*PROMPT, *plain_greedy(target, PROMPT, NEW)])
     with torch.inference_mode():
         states = target(ids[None], output_hidden_states=True).hidden_states
-    captured = CapturedAnswer(ids, torch.cat([states[layer + 1][0] for layer in TAPS], dim=-1), VOCAB)
-    for drafter in (*scripts(target).values(), tiny_drafter(target)):
-        options = {"max_new_tokens": NEW, "stop": (), "sampling": GREEDY, "generator": torch.Generator()}
-        assert decode(drafter, captured, PROMPT, **options) == answer(drafter, target)  # type: ignore[arg-type]
+    taps = torch.cat([states[layer + 1][0] for layer in TAPS], dim=-1)
+    for drafter in scripts(target).values():
+        rounds = replay_rounds(drafter.rows[len(PROMPT) :].tolist(), ids.tolist(), len(PROMPT))
+        assert rounds == respond(drafter, target).rounds
     for variant in ({}, {"refinement": False}, {"injection": False, "alignment": "off", "causal": False}):
-        drafter = tiny_drafter(target, **variant)
-        anticipated = ReplayDrafter(drafter, ids, captured.taps, len(PROMPT))
-        assert decode(anticipated, captured, PROMPT, **options) == answer(drafter, target)  # type: ignore[arg-type]
+        for end in (len(ids), len(PROMPT) + 2, len(PROMPT) + 1):
+            drafter = tiny_drafter(target, **variant)
+            replayed = replay(drafter, ids[:end], taps[:end], len(PROMPT), "")
+            assert replayed == respond(drafter, target, count=end - len(PROMPT))
 
 
-def test_the_same_seed_draws_the_same_answer(target: Qwen3ForCausalLM) -> None:
+def test_the_same_seed_draws_the_same_response(target: Qwen3ForCausalLM) -> None:
     drafter, warm = tiny_drafter(target), Sampling(temperature=1.0, top_p=0.95)
 
     def drawn(seed: int) -> Trace:
@@ -150,4 +155,4 @@ def test_the_same_seed_draws_the_same_answer(target: Qwen3ForCausalLM) -> None:
         return decode(drafter, verifier(target), PROMPT, **options)  # type: ignore[arg-type]
 
     assert drawn(1) == drawn(1) != drawn(2)
-    assert Trace.from_json(drawn(1).to_json()) == drawn(1)
+    assert Trace.from_json(asdict(drawn(1))) == drawn(1)

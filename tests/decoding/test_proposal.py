@@ -1,4 +1,4 @@
-"""Decoding: the cache against refining step by step, exclusions, ties, and the draft's context kept or made anew."""
+"""Decoding: the cache against sequential refinement, exclusions, ties, and the context that is kept."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
-from specforge_dspine.decoding.proposal import (
-    Drawing,
-    best,
-    candidates,
-    greedy_walk,
-    never_emitted,
-    path_probabilities,
-    propose,
-    sampled_walk,
-    stepwise,
-    transition_cache,
-)
+from specforge_dspine.decoding.last_write_refinement import refine_sequentially
+from specforge_dspine.decoding.proposal import propose
 from specforge_dspine.decoding.sampling import GREEDY, Sampling, distribution
+from specforge_dspine.decoding.transition_cache import path_probabilities, transition_cache, walk
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from tests.support.chi_square import p_value
 from tests.support.drafts import HIDDEN, MASK_ID, TAPS, VOCAB, make_batch, make_blocks, make_model
@@ -38,7 +30,7 @@ def blocks_of(dtype: torch.dtype, count: int = 4) -> tuple[DSpineTrainingModel, 
     blocks = make_blocks([list(range(4, 4 + count))])
     with torch.no_grad():
         out = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
-        excluded = never_emitted(model.draft_model.settings, MASK_ID, VOCAB, torch.device("cpu"))
+        excluded = excluded_mask(model.draft_model.settings, MASK_ID, VOCAB, torch.device("cpu"))
         ids, _ = candidates(model.lm_head.weight, out.hidden[0, :, 1:], excluded, model.draft_model.settings.top_k)
     return model, out.pre_injection[0, :, 1:], ids, batch["input_ids"][0, blocks.anchors[0]]
 
@@ -46,14 +38,15 @@ def blocks_of(dtype: torch.dtype, count: int = 4) -> tuple[DSpineTrainingModel, 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
 @torch.no_grad()
 def test_cache_equals_refining_step_by_step(dtype: torch.dtype) -> None:
-    """In float32 the twin has the cache's precision, in bfloat16 it refines in the states' own."""
+    """In float32 the reference has the cache's precision, in bfloat16 it refines in the states' own."""
     model, pre, ids, anchors = blocks_of(dtype, 40)
     scores = transition_cache(model.draft_model, model.lm_head.weight, pre, ids, anchors)
     assert scores.dtype is torch.float32
-    walked = greedy_walk(scores)
+    walked, _ = walk(scores, GREEDY)
     compared = 0
     for block, cache in enumerate(scores):
-        path, rows = stepwise(model.draft_model, model.lm_head.weight, pre[block], ids[block], anchors[block], best)
+        states = (pre[block], ids[block], anchors[block])
+        path, rows = refine_sequentially(model.draft_model, model.lm_head.weight, *states, GREEDY)
         allowed = TOLERANCE[dtype] * float(cache.abs().max())
         previous = torch.tensor(0)
         for t, (row, index) in enumerate(zip(rows, path, strict=True)):
@@ -74,21 +67,21 @@ def test_drawing_step_by_step_draws_the_same() -> None:
     draft, head = model.draft_model, model.lm_head.weight
     scores = transition_cache(draft, head, pre, ids, anchors)
     for block, cache in enumerate(scores):
-        walked, q = sampled_walk(cache, WARM, seeded(block))
-        pick = Drawing(WARM, seeded(block))
-        path, _ = stepwise(draft, head, pre[block], ids[block], anchors[block], pick)
+        walked, q = walk(cache, WARM, seeded(block))
+        states = (pre[block], ids[block], anchors[block])
+        path, rows = refine_sequentially(draft, head, *states, WARM, seeded(block))
         assert torch.equal(walked, path)
-        torch.testing.assert_close(torch.stack(pick.met, dim=-2), q, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(distribution(rows, WARM), q, rtol=1e-4, atol=1e-6)
 
 
 @torch.no_grad()
 def test_a_walk_says_what_it_really_drew_from() -> None:
     model, pre, ids, anchors = blocks_of(torch.float32)
     scores = transition_cache(model.draft_model, model.lm_head.weight, pre, ids, anchors)
-    path, q = sampled_walk(scores, WARM, seeded())
+    path, q = walk(scores, WARM, seeded())
     torch.testing.assert_close(q, path_probabilities(scores, path, WARM.temperature))
     narrow = Sampling(temperature=0.8, top_k=2)
-    path, q = sampled_walk(scores, narrow, seeded())
+    path, q = walk(scores, narrow, seeded())
     assert ((q > 0).sum(-1) == 2).all() and (q.gather(-1, path.unsqueeze(-1)) > 0).all()
 
 
@@ -97,7 +90,7 @@ def test_draws_follow_the_rows_of_the_cache() -> None:
     """Frequencies of two-step paths against softmax(row / temperature), by χ² (p > 0.001)."""
     scores = torch.randn(2, 3, 3, generator=seeded(3))
     many = scores.expand(20_000, 2, 3, 3)
-    path, _ = sampled_walk(many, WARM, seeded(4))
+    path, _ = walk(many, WARM, seeded(4))
     first, second = distribution(scores[0, 0], WARM), distribution(scores[1], WARM)
     observed = torch.bincount(path[:, 0] * 3 + path[:, 1], minlength=9)
     assert p_value(observed, (first[:, None] * second).flatten()) > 1e-3
@@ -122,7 +115,7 @@ def test_padded_rows_mask_and_reserved_ids_are_never_proposed() -> None:
         model.lm_head.weight[50:] *= 100
         model.lm_head.weight[[7, 9]] *= 100
     out = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
-    excluded = never_emitted(model.draft_model.settings, MASK_ID, VOCAB, torch.device("cpu"))
+    excluded = excluded_mask(model.draft_model.settings, MASK_ID, VOCAB, torch.device("cpu"))
     assert excluded.nonzero().flatten().tolist() == [7, 9, *range(50, VOCAB)]
     ids, logits = candidates(model.lm_head.weight, out.hidden, excluded, 6)
     assert not excluded[ids].any() and torch.isfinite(logits).all()
@@ -139,7 +132,7 @@ def test_walk_follows_rows_and_breaks_ties_to_the_lowest() -> None:
     scores[1, 2] = torch.tensor([0.0, 5.0, 5.0])  # a tie after candidate 2: index 1
     scores[1, 0] = torch.tensor([9.0, 0.0, 0.0])
     scores[2, 1] = torch.tensor([3.0, 3.0, 3.0])
-    assert greedy_walk(scores).tolist() == [2, 1, 0]
+    assert walk(scores, GREEDY)[0].tolist() == [2, 1, 0]
     probabilities = path_probabilities(scores, torch.tensor([2, 1, 0]), 0.5)
     assert torch.allclose(probabilities[1], torch.softmax(torch.tensor([0.0, 10.0, 10.0]), -1))
     assert torch.allclose(probabilities.sum(-1), torch.ones(3))
@@ -147,18 +140,18 @@ def test_walk_follows_rows_and_breaks_ties_to_the_lowest() -> None:
 
 @torch.no_grad()
 def test_constructed_ties_go_to_the_lowest_candidate() -> None:
-    """Every candidate has a twin with the same row of the head, so that every best score is there twice: exactly, for
-    the rows have one entry that is not 0."""
+    """Every candidate shares its row of the head with another, so that every best score is there twice: exactly,
+    for the rows have one entry that is not 0."""
     model, pre, _, anchors = blocks_of(torch.float32, 40)
     draft, head = model.draft_model, model.lm_head.weight
     half = draft.settings.top_k // 2
     ids = torch.arange(draft.settings.top_k).expand(*pre.shape[:2], -1)
     head[: 2 * half] = torch.eye(HIDDEN)[3 : 3 + half].repeat(2, 1)
     scores = transition_cache(draft, head, pre, ids, anchors)
-    walked = greedy_walk(scores)
+    walked, _ = walk(scores, GREEDY)
     assert (walked < half).all() and walked.unique().numel() > 1
     for block in range(len(pre)):
-        path, rows = stepwise(draft, head, pre[block], ids[block], anchors[block], best)
+        path, rows = refine_sequentially(draft, head, pre[block], ids[block], anchors[block], GREEDY)
         assert torch.equal(rows[:, :half], rows[:, half : 2 * half])
         assert torch.equal(path, walked[block])
 

@@ -1,4 +1,4 @@
-"""Verification loses nothing: the sampled rule against the exact joint distribution of a tiny target, and its twin
+"""Verification loses nothing: the sampled rule against the exact joint distribution of a tiny target, and the same
 with a wrong q, which must fail; the greedy rule; the transform."""
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from specforge_dspine.decoding.loop import Drafter, decode
-from specforge_dspine.decoding.proposal import Proposal, candidates, never_emitted, transition_cache, walk
+from specforge_dspine.decoding.candidates import candidates, excluded_mask
+from specforge_dspine.decoding.drafter import BlockDrafter
+from specforge_dspine.decoding.loop import decode
+from specforge_dspine.decoding.proposal import Proposal, propose_by_walk
 from specforge_dspine.decoding.sampling import Sampling, distribution, draw
-from specforge_dspine.decoding.verification import verify, verify_greedily, verify_sampled
+from specforge_dspine.decoding.transition_cache import transition_cache
+from specforge_dspine.decoding.verification import verify, verify_greedy, verify_sampled
 from tests.support.chi_square import p_value
 from tests.support.pairs import tiny_drafter, tiny_target, verifier
 
@@ -68,7 +71,7 @@ def other_q(proposal: Proposal) -> Proposal:
 
 
 def one_round_each(target: Qwen3ForCausalLM, sampling: Sampling, *, wrong: bool = False) -> Tensor:
-    """Counts [V^3] of the first three tokens in ``BATCH`` answers: a whole block drafted by the real walk after the
+    """Counts [V^3] of the first three tokens in ``BATCH`` responses: a whole block drafted by the real walk after the
     prompt's own first token, verified; what a round leaves open of the three comes from the target itself."""
     generator = torch.Generator().manual_seed(11)
     drafter = tiny_drafter(target)
@@ -77,20 +80,20 @@ def one_round_each(target: Qwen3ForCausalLM, sampling: Sampling, *, wrong: bool 
     taps = verifier(target).start(prompt[:-1]).taps
     with torch.inference_mode():
         out = drafter.block(prompt[-1], taps)
-        excluded = never_emitted(drafter.draft.settings, VOCAB - 1, VOCAB, taps.device)
+        excluded = excluded_mask(drafter.draft.settings, VOCAB - 1, VOCAB, taps.device)
         ids, _ = candidates(drafter.head, out.hidden[0, 0, 1:], excluded, drafter.draft.settings.top_k)
         scores = transition_cache(drafter.draft, drafter.head, out.pre_injection[0, 0, 1:], ids, prompt[-1])
-        proposal = walk(scores.expand(BATCH, -1, -1, -1), ids.expand(BATCH, -1, -1), sampling, generator)
+        proposal = propose_by_walk(scores.expand(BATCH, -1, -1, -1), ids.expand(BATCH, -1, -1), sampling, generator)
     logits = following(target, every_path(JOINT))[number(proposal.tokens)]  # [n, M + 1, V]
     accepted, token = verify(logits, other_q(proposal) if wrong else proposal, sampling, generator)
-    answers = torch.where(torch.arange(JOINT) < accepted.unsqueeze(-1), proposal.tokens, 0)
-    answers = answers.scatter(-1, accepted.clamp(max=JOINT - 1).unsqueeze(-1), token.unsqueeze(-1))
-    answers = torch.where((accepted == JOINT).unsqueeze(-1), proposal.tokens, answers)
+    responses = torch.where(torch.arange(JOINT) < accepted.unsqueeze(-1), proposal.tokens, 0)
+    responses = responses.scatter(-1, accepted.clamp(max=JOINT - 1).unsqueeze(-1), token.unsqueeze(-1))
+    responses = torch.where((accepted == JOINT).unsqueeze(-1), proposal.tokens, responses)
     for t in range(1, JOINT):
-        rest = distribution(following(target, every_path(t))[:, -1], sampling)[number(answers[:, :t])]
-        answers[:, t] = torch.where(accepted >= t, answers[:, t], draw(rest, generator))
+        rest = distribution(following(target, every_path(t))[:, -1], sampling)[number(responses[:, :t])]
+        responses[:, t] = torch.where(accepted >= t, responses[:, t], draw(rest, generator))
     assert 0 < accepted.float().mean() < JOINT, "both kinds of ends must occur"
-    return torch.bincount(number(answers), minlength=VOCAB**JOINT)
+    return torch.bincount(number(responses), minlength=VOCAB**JOINT)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -106,7 +109,7 @@ def test_a_wrong_q_is_found(target: Qwen3ForCausalLM, sampling: Sampling) -> Non
 class WrongQ:
     """Drafts as another drafter does and misreports what it drew from."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: BlockDrafter) -> None:
         self.drafter = drafter
         self.restart = drafter.restart
 
@@ -114,14 +117,14 @@ class WrongQ:
         return other_q(self.drafter.propose(*arguments))  # type: ignore[arg-type]
 
 
-def decoded(target: Qwen3ForCausalLM, drafter: Drafter, sampling: Sampling, times: int) -> Tensor:
+def decoded(target: Qwen3ForCausalLM, drafter: BlockDrafter | WrongQ, sampling: Sampling, times: int) -> Tensor:
     """Counts [V^3] of the first three tokens that the real loop decodes."""
     generator = torch.Generator().manual_seed(5)
     model, counts = verifier(target), torch.zeros(VOCAB**JOINT)
     for _ in range(times):
         options = {"max_new_tokens": JOINT + 1, "stop": (), "sampling": sampling, "generator": generator}
         trace = decode(drafter, model, PROMPT, **options)  # type: ignore[arg-type]
-        counts[number(torch.tensor([trace.answer[:JOINT]]))] += 1
+        counts[number(torch.tensor([trace.response[:JOINT]]))] += 1
     return counts
 
 
@@ -136,9 +139,9 @@ def test_the_loop_has_the_targets_joint_distribution(target: Qwen3ForCausalLM) -
 def test_greedy_accepts_while_the_targets_best_agrees() -> None:
     best = torch.tensor([[4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6, 7]])
     tokens = torch.tensor([[4, 5, 6], [4, 9, 6], [9, 5, 6]])
-    verdict = verify_greedily(best, tokens)
-    assert verdict.accepted.tolist() == [3, 1, 0]
-    assert verdict.token.tolist() == [7, 5, 4], "a bonus, and the target's own word where it disagrees"
+    verified = verify_greedy(best, tokens)
+    assert verified.accepted.tolist() == [3, 1, 0]
+    assert verified.next_token.tolist() == [7, 5, 4], "a bonus, and the target's own token where it disagrees"
 
 
 def test_the_transform_keeps_what_it_says() -> None:
@@ -170,10 +173,10 @@ def test_p_equal_to_q_accepts_everything() -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.arange(VOCAB).expand(2000, 1, VOCAB)
     proposal = Proposal(draw(p[:, :1], generator), ids, p[:, :1])
-    verdict = verify_sampled(p, proposal, generator)
-    assert (verdict.accepted == 1).all()
+    verified = verify_sampled(p, proposal, generator)
+    assert (verified.accepted == 1).all()
     larger = proposal._replace(q=2 * proposal.q)  # type: ignore[operator]  # half are rejected, and p − q is nowhere positive
-    verdict = verify_sampled(p, larger, generator)
-    rejected = verdict.accepted == 0
+    verified = verify_sampled(p, larger, generator)
+    rejected = verified.accepted == 0
     assert 800 < rejected.sum() < 1200
-    assert (verdict.token < VOCAB).all() and len(verdict.token[rejected].unique()) == VOCAB
+    assert (verified.next_token < VOCAB).all() and len(verified.next_token[rejected].unique()) == VOCAB

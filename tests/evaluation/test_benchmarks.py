@@ -1,4 +1,4 @@
-"""Evaluation sets: benchmarks from files in the shapes that they are published in, packages, and odd entries."""
+"""Evaluation sets: benchmarks from files in the shapes that they are published in, packages, and invalid entries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from specforge_dspine.evaluation.benchmarks import BENCHMARKS, BenchmarkError, open_set
 
@@ -59,12 +60,17 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
     plain = write(tmp_path / "set.jsonl", rows)
     with gzip.open(tmp_path / "set.jsonl.gz", "wb") as stream:
         stream.write(plain.read_bytes())
-    (tmp_path / "set.json").write_text(json.dumps(rows), encoding="utf-8")
+    (tmp_path / "set.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    (tmp_path / "set.json.zst").write_bytes(zstandard.compress((tmp_path / "set.json").read_bytes()))
     Dataset.from_list(rows).to_parquet(tmp_path / "set.parquet")
-    sets = [open_set(f"gsm8k={tmp_path / name}") for name in ("set.jsonl", "set.jsonl.gz", "set.json", "set.parquet")]
+    names = ("set.jsonl", "set.jsonl.gz", "set.json", "set.json.zst", "set.parquet")
+    sets = [open_set(f"gsm8k={tmp_path / name}") for name in names]
     assert all(each.prompts == sets[0].prompts and each.sha256() == sets[0].sha256() for each in sets)
     assert len(sets[0].prompts) == 3
     assert open_set(f"gsm8k={plain}", 2).sha256() != sets[0].sha256()
+    (tmp_path / "set.jsonl.summary.json").write_text("{}", encoding="utf-8")
+    folder = open_set(f"gsm8k={tmp_path}")
+    assert len(folder.prompts) == 15 and folder.skipped == (), "all files of a folder, but none of their summaries"
 
 
 def test_bad_entries_are_named_by_line(tmp_path: Path) -> None:
@@ -107,10 +113,20 @@ def test_conversations_of_data_prep(tmp_path: Path) -> None:
     path = write(tmp_path / "heldout.jsonl", [{"id": "c-1", "source": "x", "messages": messages}])
     (prompt,) = open_set(f"prompts={path}").prompts
     assert (prompt.name, prompt.system, prompt.turns) == ("c-1", "Be brief.", ("One?", "Two?"))
-    odd = [{"messages": None}, {"id": None, "prompt": "a"}, {"id": None, "prompt": "b"}]
-    found = open_set(f"prompts={write(tmp_path / 'odd.jsonl', odd)}")
+    user = {"role": "user", "content": "Hi"}
+    lists = [None, [user], [user], ["Hi"], [{"role": "tool", "content": "Hi"}], [user, {"role": "assistant"}], []]
+    lists += [[{"role": "user", "content": 3}]]
+    rows = [{"id": None, "messages": messages} for messages in lists]
+    found = open_set(f"prompts={write(tmp_path / 'some.jsonl', rows)}")
     assert [prompt.name for prompt in found.prompts] == ["prompt-2", "prompt-3"]
-    assert [skip["line"] for skip in found.skipped] == [1]
+    assert [(skip["line"], skip["reason"].split(" (")[0]) for skip in found.skipped] == [
+        (1, "messages are not a list of role and content"),
+        (4, "messages are not a list of role and content"),
+        (5, "messages are not a list of role and content"),
+        (6, "messages are not a list of role and content"),
+        (7, "content is not text"),
+        (8, "content is not text"),
+    ]
     with pytest.raises(BenchmarkError, match="ids repeat"):
         open_set(f"prompts={write(path, [{'id': 'c-1', 'messages': messages}] * 2)}")
 
@@ -118,13 +134,16 @@ def test_conversations_of_data_prep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "named"),
     [
-        ("nonsense", "set 'nonsense' is unknown: use gsm8k, math500"),
-        ("captured", "set 'captured' is unknown"),
-        ("arithmetic={tmp}", "is unknown"),
+        ("nonsense", "set nonsense: unknown; use gsm8k, math500"),
+        ("captured", "set captured: unknown"),
+        ("arithmetic={tmp}", "unknown; use"),
         ("mbpp={tmp}/none.jsonl", "there is no"),
         ("mbpp={tmp}/empty.jsonl", "holds no prompt"),
         ("mbpp={tmp}/bad.jsonl", "line 1: none of the fields prompt, text"),
-        ("mbpp={tmp}/broken.json", "holds no prompt \\(2 entries skipped; the first: line 1: none of the fields"),
+        ("mbpp={tmp}/broken.json", "holds no prompt \\(1 entries skipped; the first: the file cannot be read"),
+        ("mbpp={tmp}/cut.jsonl.gz", "the file cannot be read"),
+        ("mbpp={tmp}/cut.jsonl.zst", "the file cannot be read"),
+        ("mbpp={tmp}/notes.txt", "no data file"),
         ("mbpp={tmp}/table.parquet", "the first: the file cannot be read"),
         ("gsm8k", "give a file: gsm8k=FILE"),
     ],
@@ -133,5 +152,8 @@ def test_what_is_no_set_is_refused(spec: str, named: str, tmp_path: Path, monkey
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     for name, text in {"empty.jsonl": "", "bad.jsonl": "{}\n", "broken.json": "[{}", "table.parquet": "no"}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 9)[:-9])
+    (tmp_path / "cut.jsonl.zst").write_bytes(zstandard.compress(b"{}\n" * 9)[:-9])
     with pytest.raises(BenchmarkError, match=named):
         open_set(spec.replace("{tmp}", str(tmp_path)))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specforge_dspine.evaluate import main as evaluate
+from specforge_dspine.evaluate import main
 from specforge_dspine.evaluation.results import RESULT, ROUNDS
 from specforge_dspine.report import main as report
 from specforge_dspine.streaming.server import ManagedServer
@@ -35,8 +35,8 @@ NEW, PROMPTS, ANSWERS = 16, 5, 12
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that chats, its own greedy answers with their states, a draft trained on them for a few steps, a plain
-    DFlash draft, and conversations to evaluate."""
+    """A target that chats, its own greedy responses with their states, a draft trained on them for a few steps, a
+    plain DFlash draft, and conversations to evaluate."""
     root = tmp_path_factory.mktemp("evaluate")
     target = save_tokenizer(build_qwen3(root / "target"))
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -66,6 +66,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def evaluate(arguments: list[str]) -> int:
+    """The exit status, also of options that are out of range."""
+    try:
+        return main(arguments)
+    except SystemExit as refused:
+        return int(refused.code or 0)
+
+
 def words(world: Path, out: Path, *extra: object, draft: str = "run/export/sglang") -> list[str]:
     fixed = ["--draft", world / draft, "--target", world / "target", "--out", out, "--max-new-tokens", NEW]
     return [str(word) for word in (*fixed, *extra)]
@@ -90,10 +98,10 @@ def sets(world: Path) -> list[str]:
 DRAFTS = ("run/export/sglang", "run/export/specforge", "plain/export/sglang", "plain/export/specforge")
 
 
-def test_every_draft_gives_the_targets_own_answers(world: Path, tmp_path: Path) -> None:
-    """Both layouts, with injection and plain, trained and untrained; second turns follow the first answers."""
+def test_every_draft_gives_the_targets_own_responses(world: Path, tmp_path: Path) -> None:
+    """Both layouts, with injection and plain, trained and untrained; second turns follow the first responses."""
     model = AutoModelForCausalLM.from_pretrained(world / "target", dtype=torch.float32).eval()
-    answers, taus = [], {}
+    responses, taus = [], {}
     for index, (draft, variant) in enumerate([*((draft, "draft") for draft in DRAFTS), (DRAFTS[0], "untrained")]):
         out = tmp_path / str(index)
         assert evaluate(words(world, out, *sets(world), "--variant", variant, draft=draft)) == 0
@@ -102,14 +110,14 @@ def test_every_draft_gives_the_targets_own_answers(world: Path, tmp_path: Path) 
         for record in records:
             ids, start = record["trace"]["ids"], record["trace"]["prompt"]
             assert ids[start:] == generate(model, ids[:start], NEW), record["prompt"]
-        answers.append([record["trace"]["ids"] for record in records])
+        responses.append([record["trace"]["ids"] for record in records])
         taus[draft, variant] = result_of(out)["temperatures"]["0"]["overall"]["tau"]
-    assert all(each == answers[0] for each in answers)
+    assert all(each == responses[0] for each in responses)
     assert taus[DRAFTS[0], "draft"] == taus[DRAFTS[1], "draft"], "the same draft in two layouts"
     assert taus[DRAFTS[2], "draft"] == taus[DRAFTS[3], "draft"]
 
 
-def test_second_turns_follow_the_first_answers(world: Path, tmp_path: Path) -> None:
+def test_second_turns_follow_the_first_responses(world: Path, tmp_path: Path) -> None:
     assert evaluate(words(world, tmp_path, *sets(world))) == 0
     tokenizer = AutoTokenizer.from_pretrained(world / "target")
     by_turn = {(record["prompt"], record["turn"]): record["trace"] for record in records_of(tmp_path)}
@@ -123,9 +131,9 @@ def test_the_result_says_what_was_measured_and_how(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate(words(world, tmp_path, *sets(world), "--temperature", "0", "1", "--top-p", "0.9")) == 0
-    said = capsys.readouterr()
-    assert f"{world / 'gsm8k.jsonl'}, skipped: line 3: not JSON" in said.err
-    assert f"{world / 'gsm8k.jsonl'}, skipped: line 4: content is not text" in said.err
+    shown, logged = capsys.readouterr()
+    assert f"{world / 'gsm8k.jsonl'}, skipped: line 3: not JSON" in logged
+    assert f"{world / 'gsm8k.jsonl'}, skipped: line 4: content is not text" in logged
     result = result_of(tmp_path)
     assert [skip["line"] for skip in result["sets"]["gsm8k"]["skipped"]] == [3, 4]
     assert result["sets"]["gsm8k"]["instruction"].startswith("{question}")
@@ -144,10 +152,10 @@ def test_the_result_says_what_was_measured_and_how(
         overall = entry["overall"]
         assert overall["rounds"] == sum(len(record["trace"]["rounds"]) for record in own)
         assert sum(overall["accepted_lengths"]) == overall["rounds"]
-        assert overall["prompts"] == PROMPTS + 3 and overall["answers"] == PROMPTS + 6
+        assert overall["prompts"] == PROMPTS + 3 and overall["responses"] == PROMPTS + 6
         low, high = overall["tau_interval_95"]
         assert low <= overall["tau"] <= high
-        assert f"{overall['tau']:.3f}" in said.out
+        assert f"{overall['tau']:.3f}" in shown
     greedy, warm = ([r["trace"]["ids"] for r in records if r["temperature"] == t] for t in (0.0, 1.0))
     assert greedy != warm
 
@@ -165,7 +173,7 @@ def test_a_stopped_evaluation_continues_to_the_same_result(world: Path, tmp_path
     assert process.stderr is not None
     try:
         shown = b""
-        while not re.search(rb"answers: [^\r]* [3-9]/\d+ ", shown):
+        while not re.search(rb"responses: [^\r]* [3-9]/\d+ ", shown):
             part = os.read(process.stderr.fileno(), 1 << 16)
             assert part, shown
             shown += part
@@ -214,15 +222,18 @@ def test_other_inputs_are_refused_and_named(world: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        (["--sets", "nonsense"], "set 'nonsense' is unknown"),
+        (["--sets", "nonsense"], "set nonsense: unknown"),
         (["--sets", "gsm8k={world}/none.jsonl"], "there is no {world}/none.jsonl"),
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "gsm8k={world}/gsm8k.jsonl"], "occurs twice"),
-        (["--sets", "gsm8k={world}/gsm8k.jsonl", "--temperature", "-1"], "temperature = -1"),
+        (["--sets", "gsm8k={world}/gsm8k.jsonl", "--temperature", "-1"], "--temperature ['-1']: temperature = -1"),
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "--thinking", "off"], "no such switch"),
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "--temperature", "1e-40"], "or at least 0.01"),
         (["--sets", "gsm8k={world}/gsm8k.jsonl", "--device", "nonsense"], "--device nonsense"),
+        (["--sets", "gsm8k={world}/gsm8k.jsonl", "--target", "{world}/none"], "--target {world}/none: path does not"),
         (["--sets", "captured={world}/target"], "holds no prompt"),
-        (["--sets", "captured={world}/features", "--live", "1", "--dtype", "bfloat16"], "bfloat16"),
+        (["--sets", "captured={world}/features", "--verify-live", "1", "--dtype", "bfloat16"], "bfloat16"),
+        (["--sets", "gsm8k={world}/gsm8k.jsonl", "--top-p", "0"], "--top-p 0: input should be greater than 0"),
+        (["--sets", "gsm8k={world}/gsm8k.jsonl", "--max-new-tokens", "1"], "--max-new-tokens 1: input"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said(
@@ -251,38 +262,38 @@ def test_prompts_that_do_not_fit_are_skipped_and_said(
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"question": "w9 " * 600}) + "\n" + json.dumps({"question": "w9"}) + "\n")
     assert evaluate(words(world, tmp_path / "out", "--sets", f"gsm8k={long}")) == 0
-    skipped = result_of(tmp_path / "out")["answers_skipped"]
+    skipped = result_of(tmp_path / "out")["responses_skipped"]
     assert [entry["prompt"] for entry in skipped] == ["gsm8k-1"] and "room for 512" in skipped[0]["skipped"]
     assert evaluate(words(world, tmp_path / "none", "--sets", f"gsm8k={long}", "--limit", 1)) == 2
-    assert "no answer had a round" in capsys.readouterr().err
+    assert "no response had a round" in capsys.readouterr().err
     captured = ["--sets", f"captured={world / 'features'}", "--temperature", 1, "--max-new-tokens", 700]
     assert evaluate(words(world, tmp_path / "captured", *captured)) == 2
-    assert "room for 512" in result_of(tmp_path / "captured")["answers_skipped"][0]["skipped"]
+    assert "room for 512" in result_of(tmp_path / "captured")["responses_skipped"][0]["skipped"]
 
 
-def test_a_dflash_draft_of_others_is_read(world: Path, tmp_path: Path) -> None:
+def test_a_third_party_dflash_draft_is_read(world: Path, tmp_path: Path) -> None:
     """Its config.json without our section and flags, as plain DFlash checkpoints have it: the same rounds."""
-    foreign = tmp_path / "foreign"
-    shutil.copytree(world / "plain" / "export" / "sglang", foreign)
-    path = foreign / "config.json"
+    third_party = tmp_path / "third_party"
+    shutil.copytree(world / "plain" / "export" / "sglang", third_party)
+    path = third_party / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("dspine_config", "is_causal", "rope_parameters"):
         del config[key]
     config["dflash_config"] = {key: config["dflash_config"][key] for key in ("mask_token_id", "target_layer_ids")}
     path.write_text(json.dumps(config), encoding="utf-8")
     traces = []
-    for name, draft in (("ours", world / "plain" / "export" / "sglang"), ("foreign", foreign)):
+    for name, draft in (("ours", world / "plain" / "export" / "sglang"), ("third_party", third_party)):
         assert evaluate(words(world, tmp_path / name, *sets(world), "--temperature", "0", draft=str(draft))) == 0
         traces.append([record["trace"] for record in records_of(tmp_path / name)])
     assert traces[0] == traces[1]
 
 
-def test_captured_answers_are_replayed_as_they_would_be_decoded(world: Path, tmp_path: Path) -> None:
-    """Every round of every answer, against the real target, by ``--live``; the report follows from the traces."""
+def test_captured_responses_are_replayed_as_they_would_be_decoded(world: Path, tmp_path: Path) -> None:
+    """Every round of every response, against the target itself; the report follows from the traces."""
     captured = ["--sets", f"captured={world / 'features'}", "--max-new-tokens", 20]
     variants = {
-        "refined": ["--live", ANSWERS],
-        "unrefined": ["--live", ANSWERS, "--variant", "unrefined"],
+        "refined": ["--verify-live", ANSWERS],
+        "unrefined": ["--verify-live", ANSWERS, "--variant", "unrefined"],
         "untrained": ["--variant", "untrained", "--limit", 4],
         "sampled": ["--temperature", 1, "--limit", 4],
     }
@@ -316,15 +327,21 @@ def with_other_states(record: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "live", "named"),
+    ("change", "live", "status", "named"),
     [
-        (not_greedy, [], "token 17 of the answer is not the target's greedy choice"),
-        (with_a_hole, [], "its loss mask has 2 runs"),
-        (with_other_states, ["--live", 1], "decoding gave"),
+        (not_greedy, [], 2, "token 17 of the response is not the target's greedy choice"),
+        (with_a_hole, [], 2, "its loss mask has 2 runs"),
+        (with_other_states, ["--verify-live", 1], 1, "decoding gave"),
     ],
 )
 def test_a_record_whose_replay_would_be_false_is_an_error(
-    change: Any, live: list[Any], named: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Any,
+    live: list[Any],
+    status: int,
+    named: str,
+    world: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     features = tmp_path / "features"
     shutil.copytree(world / "features", features)
@@ -335,13 +352,13 @@ def test_a_record_whose_replay_would_be_false_is_an_error(
         other.unlink()
     torch.save(record, path)
     captured = ["--sets", f"captured={features}", "--max-new-tokens", 20, *live]
-    assert evaluate(words(world, tmp_path / "out", *captured)) == 2
+    assert evaluate(words(world, tmp_path / "out", *captured)) == status
     said = capsys.readouterr().err
     assert named in said and path.stem in said
 
 
-def test_captured_answers_of_any_length_are_replayed(world: Path, tmp_path: Path) -> None:
-    """Longer than --max-new-tokens: cut; of one token: no round, and no word in the result."""
+def test_captured_responses_of_any_length_are_replayed(world: Path, tmp_path: Path) -> None:
+    """Longer than --max-new-tokens: cut; of one token: no round, and nothing in the result."""
     features = tmp_path / "features"
     shutil.copytree(world / "features", features)
     path = min(features.glob("*.ckpt"))
@@ -352,13 +369,13 @@ def test_captured_answers_of_any_length_are_replayed(world: Path, tmp_path: Path
     for name in ("hidden_states", "target_last_hidden_states"):
         record[name] = record[name][:, :whole]
     torch.save(record, path)
-    captured = ["--sets", f"captured={features}", "--max-new-tokens", 10, "--live", ANSWERS]
+    captured = ["--sets", f"captured={features}", "--max-new-tokens", 10, "--verify-live", ANSWERS]
     assert evaluate(words(world, tmp_path / "out", *captured)) == 0
     lengths = {r["prompt"]: len(r["trace"]["ids"]) - r["trace"]["prompt"] for r in records_of(tmp_path / "out")}
     assert lengths.pop(path.stem) == 1 and set(lengths.values()) <= set(range(2, 11)) and 10 in lengths.values()
     result = result_of(tmp_path / "out")
-    assert result["chat_template"] is None, "the records' prompts were rendered by somebody else"
-    assert result["sets"]["features"]["answers"] == "recorded"
+    assert result["chat_template"] is None, "the records' prompts were rendered before"
+    assert result["sets"]["features"]["responses"] == "captured"
 
 
 def test_only_the_same_is_compared(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,8 +384,11 @@ def test_only_the_same_is_compared(world: Path, tmp_path: Path, capsys: pytest.C
     unrefined = [*captured, "--variant", "unrefined"]
     others = {
         "more": (words(world, tmp_path / "more", *unrefined, "--limit", 4), "different prompts"),
-        "warm": (words(world, tmp_path / "warm", *unrefined, "--limit", 3, "--temperature", 1), "in temperature"),
-        "plain": (words(world, tmp_path / "plain", *captured, "--limit", 3, draft=DRAFTS[2]), "in draft"),
+        "warm": (
+            words(world, tmp_path / "warm", *unrefined, "--limit", 3, "--temperature", 1),
+            "in decoding temperature",
+        ),
+        "plain": (words(world, tmp_path / "plain", *captured, "--limit", 3, draft=DRAFTS[2]), "in draft fingerprint"),
     }
     for name, (arguments, named) in others.items():
         assert evaluate(arguments) == 0
@@ -385,7 +405,7 @@ def test_an_unfinished_evaluation_is_no_report(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.server
 def test_a_server_verifies_as_the_model_does(world: Path, tmp_path: Path) -> None:
-    """The same greedy answers and the same rounds; sampled ones go through it too."""
+    """The same greedy responses and the same rounds; sampled ones go through it too."""
     extra = [*sets(world), "--limit", 2]
     assert evaluate(words(world, tmp_path / "model", *extra)) == 0
     with ManagedServer(str(world / "target"), tmp_path / "server", LAYERS, dtype="float32") as server:

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from specforge_dspine.decoding.drafter import BlockDrafter, draft_all_anchors
-from specforge_dspine.evaluation.bootstrap import Resampled
 from specforge_dspine.formats.writer import write_checkpoint
 from specforge_dspine.modeling.blocks import forward_blocks
 from specforge_dspine.modeling.draft_config import small_draft_config
@@ -37,7 +36,7 @@ from specforge_dspine.studies.interventions import (
 )
 from specforge_dspine.studies.layer_hooks import codes_by_layer, masks_by_layer, recorded_states
 from specforge_dspine.studies.readout import Readouts, Rows, captured_rows, fit, right_by_position
-from specforge_dspine.studies.statistics import intervention_figures
+from specforge_dspine.studies.statistics import difference, intervention_figures, ratio, relative
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.ledger import Ledger
 from tests.support.drafts import HIDDEN, MASK_ID, VOCAB, make_batch, make_blocks, make_model
@@ -333,16 +332,15 @@ def test_intervals_are_those_of_prompts() -> None:
     """Of 100 prompts with 20 equal positions each, the spread is that of 100 draws, not of 2000."""
     hits = np.array([20.0] * 30 + [0.0] * 70)
     counts = np.full(100, 20.0)
-    resampled = Resampled(100)
-    figure = resampled.ratio((hits, counts))
+    figure = ratio((hits, counts))
     assert figure["value"] == pytest.approx(0.3) and figure["count"] == 2000
     width = figure["interval_95"][1] - figure["interval_95"][0]
     assert width == pytest.approx(2 * 1.96 * np.sqrt(0.3 * 0.7 / 100), rel=0.1)
     shifted = (hits[::-1] * 0.5, counts)
-    assert resampled.difference((hits, counts), (hits, counts))["interval_95"] == (0, 0), "paired"
-    assert resampled.difference((hits, counts), shifted)["value"] == pytest.approx(0.15)
-    assert resampled.relative(shifted, (hits, counts))["value"] == pytest.approx(-0.5)
-    assert resampled.ratio((0 * hits, 0 * counts))["value"] is None
+    assert difference((hits, counts), (hits, counts))["interval_95"] == (0, 0), "paired"
+    assert difference((hits, counts), shifted)["value"] == pytest.approx(0.15)
+    assert relative(shifted, (hits, counts))["value"] == pytest.approx(-0.5)
+    assert ratio((0 * hits, 0 * counts))["value"] is None
 
 
 def planted(count: int, seed: int, *, vocab: int = 40, width: int = 32) -> tuple[Rows, Tensor]:

@@ -35,9 +35,7 @@ def main() -> None:
         ),
         device_id=torch.device("cpu"),
     )
-    ahead = wrapped(
-        **batch, blocks=blocks, beta=0.3, window_reduce=None
-    )  # look-ahead, then replay
+    ahead = wrapped(**batch, blocks=blocks, beta=0.3, window_reduce=None)  # look-ahead, then replay
     assert torch.allclose(ahead[0], plain.parts["ce"][0], rtol=1e-4) and ahead[1] == plain.denominator
     loss = wrapped(**batch, blocks=blocks, beta=0.3, window_reduce=lambda _own: ahead)
     loss.numerator.backward()
