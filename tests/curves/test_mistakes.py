@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.mistakes import CONTROL, MISTAKES, REFERENCES, Caught, caught_by, world_in
+from tests.support.mistakes import CONTROL, MISTAKES, REFERENCES, Caught, caught_by, toy_data_in
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ BY_CURVES = 12  # mistakes at least that the curve alone has to see
 def caught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Caught]]:
     """Both nets under each mistake, in one process: patches must not outlive their mistake."""
     folder = tmp_path_factory.mktemp("mistakes")
-    world_in(folder)
+    toy_data_in(folder)
     results = {"before all": caught_by(CONTROL, folder)}
     results |= {mistake.name: caught_by(mistake, folder) for mistake in MISTAKES.values()}
     yield results | {CONTROL.name: caught_by(CONTROL, folder)}

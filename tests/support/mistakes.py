@@ -1,6 +1,6 @@
 """Named mistakes, each patched into the functions that training really calls, and what turns red for each.
 
-    python tests/mistakes.py [--only NAME ..]     prints the table of tests/curves/README.md
+    python -m tests.support.mistakes [--only NAME ..]     prints the table of tests/curves/README.md
 
 Two nets run under each mistake and are reported apart: conformance on the golden vectors (which quantities are off)
 and the curve ``dspine`` (which part starts to deviate at which step). A mistake is a context manager: inside it
@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specforge_dspine.conformance.checks import conformance
-from specforge_dspine.curves import toy_target as curve_world
-from specforge_dspine.curves.__main__ import load_reference
+from specforge_dspine.curves import toy_target
 from specforge_dspine.curves.compare import Deviation, compare
-from specforge_dspine.curves.runs import CURVES, run_curve, world_in
+from specforge_dspine.curves.references import load_reference
+from specforge_dspine.curves.runs import CURVES, run_curve, toy_data_in
 from specforge_dspine.modeling import attention_mask as masks
 from specforge_dspine.modeling import config as configuration
 from specforge_dspine.modeling import transfer_space as transfer
@@ -52,7 +52,7 @@ PUBLISHED_WARMUP = 146  # steps, of the paper's one run
 
 @dataclass(frozen=True)
 class Mistake:
-    """``apply()`` makes it; ``in_capture``: it lies in the captured states, so that the world is captured again."""
+    """``apply()`` makes it; ``in_capture``: it affects the captured states, so the toy data is captured again."""
 
     name: str
     apply: Callable[[], AbstractContextManager[None]]
@@ -188,7 +188,7 @@ def unnormed(model: Any, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tens
 
 
 def teacher_before_final_norm() -> AbstractContextManager[None]:
-    return attribute(curve_world, "captured_states", unnormed)
+    return attribute(toy_target, "captured_states", unnormed)
 
 
 # Injection
@@ -525,7 +525,7 @@ CONTROL = Mistake("none (control)", contextlib.nullcontext)
 
 
 def caught_by(mistake: Mistake, workdir: Path) -> Caught:
-    """Both nets under ``mistake``; the world below ``workdir`` is shared, a mistake of the capture makes its own."""
+    """Both nets under ``mistake``. The toy data below ``workdir`` is shared, except by mistakes in the capture."""
     with mistake.apply():
         off = [
             f"{path.stem}: {check.name}"
@@ -537,7 +537,7 @@ def caught_by(mistake: Mistake, workdir: Path) -> Caught:
             with tempfile.TemporaryDirectory(dir=workdir) as folder:
                 curve = run_curve(CURVES[CURVE], Path(folder))
         else:
-            curve = run_curve(CURVES[CURVE], workdir, world_in(workdir))
+            curve = run_curve(CURVES[CURVE], workdir, toy_data_in(workdir))
     return Caught(off, compare(load_reference(CURVE, REFERENCES), curve))
 
 
@@ -560,7 +560,7 @@ def main(argv: list[str] | None = None) -> int:
     print("| mistake | conformance: quantities off | curve `dspine`: parts off (from step); largest ÷ allowed |")
     print("|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        world_in(Path(folder))
+        toy_data_in(Path(folder))
         for mistake in [CONTROL, *(MISTAKES[name] for name in args.only or MISTAKES)]:
             caught = caught_by(mistake, Path(folder))
             print(table_row(mistake, caught), flush=True)
