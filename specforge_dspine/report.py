@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from specforge_dspine.decoding.loop import Trace
 from specforge_dspine.evaluation.bootstrap import tau_interval
 from specforge_dspine.evaluation.metrics import summary
 from specforge_dspine.evaluation.results import RESULT, ROUNDS, interval, number, traces_of
+from specforge_dspine.utils.figures import figure_axes
 from specforge_dspine.utils.files import atomic_write, read_json, read_jsonl
 
 
@@ -95,43 +95,27 @@ def compare(evaluations: Mapping[str, Path]) -> dict[str, Any]:
 
 def draw(path: Path, report: dict[str, Any], metrics: Sequence[dict[str, float]]) -> None:
     """The picture: loss parts, coverage and accuracies over training, acceptance by position."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
     steps = [line["step"] for line in metrics]
     aligned = [name for name in metrics[0] if name.startswith("align_")] if metrics else []
     panels = (
-        (axes[0, 0], "loss parts", ["ce", "refined_ce", "l1", "refined_l1"]),
-        (axes[0, 1], "coverage and accuracy", ["coverage", "candidate_mass", "accuracy", "refined_accuracy"]),
-        (axes[1, 0], "layer alignment and its gate", [*aligned, "lambda"]),
+        ("loss parts", ["ce", "refined_ce", "l1", "refined_l1"]),
+        ("coverage and accuracy", ["coverage", "candidate_mass", "accuracy", "refined_accuracy"]),
+        ("layer alignment and its gate", [*aligned, "lambda"]),
     )
-    for axis, title, names in panels:
-        for name in names:
-            axis.plot(steps, [line.get(name) for line in metrics], label=name)
-        axis.set(title=title, xlabel="optimizer step")
-        axis.grid(alpha=0.3)
-        if steps:
-            axis.legend()
-    axis = axes[1, 1]
-    for name, entry in report["variants"].items():
-        shares = entry["acceptance_by_position"]
-        axis.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {number(entry['tau'])}")
-    axis.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
-    axis.grid(alpha=0.3)
-    axis.legend()
     title = f"{report['prompts']} prompts"
     if "refinement_gain" in report:
         title += f"; refinement adds {report['refinement_gain']:+.3f} to τ"
         title += f" {interval(report['refinement_gain_interval_95'])} at temperature "
         title += f"{report['variants']['refined']['temperature']:g}"
-    figure.suptitle(title)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.png")
-    figure.savefig(partial, dpi=110)
-    os.replace(partial, path)
-    pyplot.close(figure)
+    with figure_axes(path, 2, 2, size=(12, 8), title=title) as (*axes, last):
+        for axis, (name, parts) in zip(axes, panels, strict=True):
+            for part in parts if steps else ():
+                axis.plot(steps, [line.get(part) for line in metrics], label=part)
+            axis.set(title=name, xlabel="optimizer step")
+        for name, entry in report["variants"].items():
+            shares = entry["acceptance_by_position"]
+            last.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {number(entry['tau'])}")
+        last.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
 
 
 def make_report(evaluations: Mapping[str, Path], out: Path, run: Path | None) -> dict[str, Any]:

@@ -22,15 +22,8 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 
-from specforge_dspine.ablate.runs import (
-    AblateOptions,
-    Progress,
-    VariantRun,
-    ablation_inputs,
-    check_distinct,
-    claim_folder,
-    train_and_evaluate,
-)
+from specforge_dspine.ablate.inputs import ablation_inputs, check_distinct, claim_folder
+from specforge_dspine.ablate.runs import AblateOptions, Progress, VariantRun, train_and_evaluate
 from specforge_dspine.ablate.variants import parse_variants
 from specforge_dspine.evaluate import open_sets
 from specforge_dspine.training.recipe import load_recipe
@@ -40,12 +33,7 @@ from specforge_dspine.utils.stages import Stages
 
 
 def ablate(options: AblateOptions) -> None:
-    """Train, evaluate and report, as far as that is not done.
-
-    Raises:
-        ValueError: a recipe, variant or set that cannot be used, or ``--out`` belongs to other inputs.
-        StageError: a training, an evaluation or the report failed.
-    """
+    """Train, evaluate and report, as far as that is not done."""
     variants = parse_variants(options.variants)
     recipe = load_recipe(options.recipe)
     sections = {each.name: load_recipe(options.recipe, each.overrides).resolved()["dspine"] for each in variants}

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from specforge_dspine.ablate.figures import LABELS, draw_figures
+from specforge_dspine.ablate.inputs import INPUTS
 from specforge_dspine.ablate.markdown import PAPER, PAPER_LABEL, PAPER_SETS, UNDISTURBED, markdown
-from specforge_dspine.ablate.runs import INPUTS, SPEED, VariantRun
+from specforge_dspine.ablate.runs import SPEED, VariantRun
 from specforge_dspine.ablate.statistics import Counts, count, differences, smoothed, taus, verdict
 from specforge_dspine.ablate.variants import VARIANTS
 from specforge_dspine.decoding.loop import Trace
@@ -51,11 +52,7 @@ class ReportOptions(Options):
 
 
 def finished_runs(folder: Path) -> tuple[dict[str, list[VariantRun]], list[str]]:
-    """The finished runs of each variant, by seed, and the names of the others.
-
-    Raises:
-        ValueError: ``folder`` holds no ablation.
-    """
+    """The finished runs of each variant, by seed, and the names of the others."""
     if not (folder / INPUTS).is_file():
         raise ValueError(f"{folder} holds no {INPUTS}: is it the --out of specforge_dspine.ablate?")
     finished: dict[str, list[VariantRun]] = {}
@@ -85,11 +82,7 @@ def curve(lines: Sequence[dict[str, float]], name: str) -> dict[str, float]:
 
 
 def step_seconds(lines: Sequence[dict[str, float]]) -> list[float]:
-    """Seconds of optimizer steps, as SpecForge measured them between two logged ones; the first includes start-up.
-
-    Raises:
-        ValueError: fewer than two steps were logged.
-    """
+    """Seconds of optimizer steps, as SpecForge measured them between two logged ones; the first includes start-up."""
     if len(lines) < 2:
         raise ValueError(f"{len(lines)} steps were logged; a report needs two: set training.log_interval lower")
     return [line["perf/optimizer_step_time_s"] for line in lines[1:]]
@@ -167,11 +160,7 @@ def gather(folder: Path) -> dict[str, Any]:
 
 
 def make_report(options: ReportOptions) -> str:
-    """Write the report; returns a summary.
-
-    Raises:
-        ValueError: as ``gather``.
-    """
+    """Write the report; returns a summary."""
     out = options.out or options.ablation
     report = {"note": options.note} | gather(options.ablation)
     write_json(out / "ablation.json", report)

@@ -45,11 +45,7 @@ BETWEEN = r",(?=[\w.]+=)"  # two overrides, not the entries of a list
 
 
 def parse_variants(words: Sequence[str]) -> list[Variant]:
-    """The variants that the command line names.
-
-    Raises:
-        ValueError: a name that is unknown, invalid, or given twice.
-    """
+    """The variants that the command line names; a ValueError names the one that is unknown, invalid or repeated."""
     found: dict[str, Variant] = {}
     for word in words:
         name, colon, overrides = word.partition(":")

@@ -28,7 +28,7 @@ import torch
 from specforge_dspine.bench.checks import attention_section, conformance_section, shapes_section
 from specforge_dspine.bench.decode_timing import decoding_section
 from specforge_dspine.bench.models import SIZES, Bench
-from specforge_dspine.bench.section import GOALS, Plan, Section
+from specforge_dspine.bench.section import Plan, Section
 from specforge_dspine.bench.step_timing import memory_section, steps_section, time_section, transfer_section
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import RunError
@@ -96,12 +96,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def bench(options: BenchOptions) -> str:
-    """Run every section within the budget, and rewrite ``--out`` after each; returns the table.
-
-    Raises:
-        ValueError: there is no GPU for ``--device cuda``.
-        RunError: a section failed, or found a mismatch.
-    """
+    """Run every section within the budget, and rewrite ``--out`` after each; returns the table."""
     if options.device == "cuda" and not options.dry_run and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; --dry-run walks through it on a CPU")
     started = time.monotonic()
@@ -128,18 +123,10 @@ def bench(options: BenchOptions) -> str:
         report["sections"][name] = {
             "status": status,
             "seconds": time.monotonic() - start,
-            "lines": [asdict(line) for line in section.lines],
+            "lines": section.lines,
             "raw": section.raw,
         }
-        report["goals"] |= {
-            line.quantity: {
-                "value": line.value,
-                "limit": GOALS[line.quantity],
-                "met": line.value <= GOALS[line.quantity],
-            }
-            for line in section.lines
-            if line.quantity in GOALS
-        }
+        report["goals"] |= section.goals
         report["machine"]["load_after"] = os.getloadavg()[0]
         write_json(options.out, report)
         print(f"{name}: {status}", file=sys.stderr, flush=True)

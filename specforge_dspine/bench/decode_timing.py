@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
-from specforge_dspine.bench.models import SEED, Bench, Sizes
+from specforge_dspine.bench.models import SEED, Bench, Sizes, draft_config
 from specforge_dspine.bench.section import Plan, Section, medians
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.proposal import Drawing, candidates, never_emitted, stepwise, transition_cache, walk
@@ -29,16 +29,8 @@ PIECES = (*DRAFTING, "target", "verify")
 
 def random_target(sizes: Sizes, device: torch.device) -> ModelTarget:
     """A target of these sizes."""
-    config = Qwen3Config(
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.hidden,
-        num_hidden_layers=sizes.target_layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        intermediate_size=sizes.intermediate,
-        max_position_embeddings=2 * sizes.sequence,
-    )
+    config = draft_config(sizes, "sdpa")
+    config.num_hidden_layers, config.layer_types = sizes.target_layers, ["full_attention"] * sizes.target_layers
     with torch.device(device):
         return ModelTarget(AutoModelForCausalLM.from_config(config, dtype=sizes.dtype), range(sizes.taps))
 

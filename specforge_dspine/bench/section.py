@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from specforge_dspine.bench.models import PLAIN, Bench
@@ -16,30 +16,22 @@ from specforge_dspine.bench.models import PLAIN, Bench
 GOALS = {"DSpine ÷ DFlash": 1.25, f"DSpine ÷ {PLAIN}": 1.10, "objective's peak, 64 chunks ÷ none": 1 / 8}
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of the table."""
-
-    quantity: str
-    value: float
-    unit: str = ""
-    note: str = ""
-
-
-@dataclass
 class Section:
-    """Lines of the table, and every raw number."""
+    """Lines of the table (quantity, value, unit, note), the goals among them, and every raw number."""
 
-    lines: list[Line] = field(default_factory=list)
-    raw: dict[str, Any] = field(default_factory=dict)
-    failed: bool = False
+    def __init__(self, *, failed: bool = False) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.goals: dict[str, dict[str, Any]] = {}
+        self.raw: dict[str, Any] = {}
+        self.failed = failed
 
     def add(self, quantity: str, value: float, unit: str = "", note: str = "") -> None:
         """Add a line; whether a goal is met goes into its note."""
         if quantity in GOALS:
-            verdict = "met" if value <= GOALS[quantity] else "MISSED"
-            note = f"{note}; goal ≤ {GOALS[quantity]:.3g}: {verdict}"
-        self.lines.append(Line(quantity, value, unit, note))
+            limit, met = GOALS[quantity], value <= GOALS[quantity]
+            self.goals[quantity] = {"value": value, "limit": limit, "met": met}
+            note = f"{note}; goal ≤ {limit:.3g}: {'met' if met else 'MISSED'}"
+        self.lines.append({"quantity": quantity, "value": value, "unit": unit, "note": note})
 
     def add_share(self, quantity: str, seconds: float, total: float, of: str) -> None:
         """Add a line for a part of ``total`` seconds."""
@@ -65,7 +57,7 @@ class Plan:
         return self.started + share * self.budget_s - time.monotonic()
 
     def turns(self, longest: Callable[[], float], share: float = 1.0) -> Iterator[int]:
-        """Rounds, at least one, as long as another one of ``longest`` seconds fits that ``share`` of the budget."""
+        """Rounds, at least one, while another one of ``longest`` seconds fits into that ``share`` of the budget."""
         for turn in range(self.rounds):
             if turn and longest() > self.left(share):
                 return

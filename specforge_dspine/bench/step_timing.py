@@ -7,13 +7,12 @@ its time be attributed to kinds of operations.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specforge_dspine.bench.dispatch_modes import Allocations, OperationTimes, Shape
 from specforge_dspine.bench.models import HEADS, MARKOV_RANK, PLAIN, Bench, Sizes
@@ -145,36 +144,34 @@ def leaves_of(output: DraftOutput) -> DraftOutput:
 
 
 @contextmanager
-def given_output(model: DSpineTrainingModel, output: DraftOutput) -> Iterator[None]:
-    """Let the model's forward be its objective alone, on the draft's ``output``."""
-    vars(model)["draft_blocks"] = lambda *_args, **_options: output
+def replaced_method(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one module while the context lasts."""
+    vars(module)[name] = function
     try:
         yield
     finally:
-        del vars(model)["draft_blocks"]
+        del vars(module)[name]
+
+
+def given_output(model: DSpineTrainingModel, output: DraftOutput) -> AbstractContextManager[None]:
+    """Let the model's forward be its objective alone, on the draft's ``output``."""
+    return replaced_method(model, "draft_blocks", lambda *_args, **_options: output)
 
 
 def step_in_pieces(bench: Bench, inputs: dict[str, Any]) -> dict[str, float]:
     """Seconds of the pieces of one DSpine step, of the injection and the look ahead; and the supervised positions."""
     model, seconds = bench.model, {"injection": 0.0}
-    started: list[float] = []
     model.zero_grad(set_to_none=True)
-
-    def enter(*_: Any) -> None:
-        bench.wait()
-        started.append(time.perf_counter())
-
-    def leave(*_: Any) -> None:
-        bench.wait()
-        seconds["injection"] += time.perf_counter() - started.pop()
-
     injection = cast(AdjacentCausalInjection, model.draft_model.injection)
-    hooks = [injection.register_forward_pre_hook(enter), injection.register_forward_hook(leave)]
-    try:
+    forward = injection.forward
+
+    def timed_forward(*states: Any) -> Tensor:
+        spent, injected = bench.timed(lambda: forward(*states))
+        seconds["injection"] += spent
+        return injected
+
+    with replaced_method(injection, "forward", timed_forward):
         seconds["draft_forward"], output = bench.timed(lambda: draft_output(model, inputs))
-    finally:
-        for hook in hooks:
-            hook.remove()
     leaves = leaves_of(output)
     with given_output(model, leaves):
         seconds["objective_forward"], loss = bench.timed(lambda: model(**inputs))

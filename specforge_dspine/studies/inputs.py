@@ -44,11 +44,7 @@ class DraftAndTarget:
 
 
 def open_draft_and_target(options: StudyOptions) -> DraftAndTarget:
-    """The draft and the target that the options name.
-
-    Raises:
-        ValueError: the draft cannot be read, or was trained for another target.
-    """
+    """The draft and the target that the options name; a ValueError if they do not belong together."""
     draft = open_draft(options.draft, AutoTokenizer.from_pretrained(options.target))
     target = TargetIdentity.from_config(str(options.target), draft.target_layer_ids, dtype_of(draft))
     check_pair(draft, target)
@@ -64,21 +60,13 @@ def open_draft_and_target(options: StudyOptions) -> DraftAndTarget:
 
 
 def open_features(folder: Path, limit: int | None, target: TargetIdentity) -> EvaluationSet:
-    """The captured samples of ``folder``.
-
-    Raises:
-        ValueError: it holds none, or those of another target.
-    """
+    """The captured samples of ``folder``; a ValueError if it holds none, or those of another target."""
     features = open_set(f"captured={folder}", limit)
     check_features(folder, target)
     return features
 
 
 def record_of(prompt: Prompt) -> dict[str, Tensor]:
-    """The captured record of a prompt.
-
-    Raises:
-        RecordError: it is damaged.
-    """
+    """The captured record of a prompt; a RecordError if it is damaged."""
     assert prompt.record is not None
     return read_record(prompt.record)

@@ -16,10 +16,10 @@ anchor at a, as it would decode them. Layers count from 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
@@ -165,23 +165,18 @@ def codes(drafter: BlockDrafter, branches: Branches) -> dict[str, Tensor]:
     first = branches.ids[branches.anchors]
     steps = torch.arange(drafter.proposals, device=owner.device)
     sources = {RIGHT: branches.label(steps[None]), PREDICTED: torch.cat([first[:, None], branches.tokens[:, :-1]], 1)}
+    ranges = [tuple(range(1, j + 1)) for j in range(1, layers + 1)]
+    chosen = [*ranges, (layers,)] if layers > 1 else ranges
+    cases = [(RIGHT, ()), *product((RIGHT, PREDICTED), chosen)]
     right = {}
-    for name, source, chosen in code_schedules(layers):
-        known = {layer - 1: sources[source][None] for layer in chosen}
+    for source, schedule in cases:
+        known = {layer - 1: sources[source][None] for layer in schedule}
         with codes_by_layer(draft, known) if known else nullcontext():
             out = draft_from(draft, drafter.embedding, branches, branches.anchors, first, mask)
         choice = choices(drafter, out, first, drafter.proposals)[BACKBONE]
+        name = f"{source}, {schedule_name(schedule)}" if schedule else NONE
         right[name] = (choice == branches.label(steps[None] + 1))[:, 1:]
     return right
-
-
-def code_schedules(layers: int) -> Iterator[tuple[str, str, Schedule]]:
-    """Name, source and layers of each case of ``codes``."""
-    yield NONE, RIGHT, ()
-    ranges = [tuple(range(1, j + 1)) for j in range(1, layers + 1)]
-    for source in (RIGHT, PREDICTED):
-        for chosen in [*ranges, (layers,)] if layers > 1 else ranges:
-            yield f"{source}, {schedule_name(chosen)}", source, chosen
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ injection, if the draft has one. The draft itself is not changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,7 +106,7 @@ def merged(parts: Sequence[LayerStates]) -> LayerStates:
 def fit(
     readouts: Readouts,
     head: Tensor,
-    batch: Callable[[int], LayerStates],
+    batches: Iterator[LayerStates],
     selection: LayerStates,
     *,
     steps: int,
@@ -116,7 +116,7 @@ def fit(
     """Fit ``readouts`` by Adam for ``steps`` steps, with a learning rate that falls linearly from ``rate`` to 0.
 
     Args:
-        batch: gives the states of a step.
+        batches: states of every step.
         selection: states on which cross-entropy is measured before the first step and ``checks`` times later. Each
             layer ends with the parameters of its lowest value.
 
@@ -141,7 +141,7 @@ def fit(
                 break
             for group in optimizer.param_groups:
                 group["lr"] = rate * (1 - step / steps)
-            states = batch(step)
+            states = next(batches)
             optimizer.zero_grad()
             for layer in range(len(states.states)):  # one layer's logits at a time
                 for loss in chunk_losses(readouts, layer, head, states):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from specforge_dspine.evaluation.benchmarks import Prompt
@@ -35,12 +36,7 @@ class ReadoutOptions(StudyOptions):
 
 
 def run_readout(options: ReadoutOptions) -> str:
-    """Fit and measure the readouts; returns the page that ``--out`` gets too.
-
-    Raises:
-        ValueError: unusable options, drafts or features.
-        RecordError: a captured record is damaged.
-    """
+    """Fit and measure the readouts; returns the page that ``--out`` gets too."""
     pair = open_draft_and_target(options)
     train = open_features(options.train, options.train_limit, pair.target).prompts
     heldout = open_features(options.heldout, options.limit, pair.target).prompts
@@ -64,22 +60,16 @@ def run_readout(options: ReadoutOptions) -> str:
             pair.drafter, record, name, anchors=options.anchors, seed=options.seed, with_choices=with_choices
         )
 
-    shuffle = torch.Generator().manual_seed(options.seed)
-    epochs: list[Tensor] = []  # orders of the training samples
-
-    def batch(step: int) -> LayerStates:
-        parts = []
-        for index in range(step * options.batch, (step + 1) * options.batch):
-            epoch, place = divmod(index, len(train))
-            while len(epochs) <= epoch:
-                epochs.append(torch.randperm(len(train), generator=shuffle))
-            parts.append(states(train[int(epochs[epoch][place])], epoch))
-        return merged(parts)
+    def batches() -> Iterator[LayerStates]:
+        generator = torch.Generator().manual_seed(options.seed)
+        order = ((epoch, i) for epoch in count() for i in torch.randperm(len(train), generator=generator).tolist())
+        while True:
+            yield merged([states(train[i], epoch) for epoch, i in islice(order, options.batch)])
 
     generator = torch.Generator().manual_seed(options.seed)
     readouts = Readouts(layers, head.shape[1], options.rank, generator).to(head.device)
     selection = merged([states(prompt, 0) for prompt in selecting])
-    history = fit(readouts, head, batch, selection, steps=options.steps, rate=options.rate)
+    history = fit(readouts, head, batches(), selection, steps=options.steps, rate=options.rate)
     counts = [
         count_right(readouts, head, states(prompt, 0, with_choices=True), proposals)
         for prompt in tqdm(measuring, desc="measuring", unit=" sample")

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from specforge_dspine.decoding.drafter import draft_all_anchors
+from specforge_dspine.decoding.drafter import BlockDrafter, draft_all_anchors
 from specforge_dspine.evaluation.benchmarks import Prompt
+from specforge_dspine.studies import report
 from specforge_dspine.studies.branches import encode
-from specforge_dspine.studies.inputs import (
-    DraftAndTarget,
-    StudyOptions,
-    open_draft_and_target,
-    open_features,
-    record_of,
-)
+from specforge_dspine.studies.inputs import StudyOptions, open_draft_and_target, open_features, record_of
 from specforge_dspine.studies.interventions import carried, codes, predecessor, proposals_right, timing, whole_blocks
-from specforge_dspine.studies.report import (
-    PAPER,
-    draw_predecessor,
-    draw_timing,
-    remarks,
-    timing_markdown,
-    write_results,
-)
 from specforge_dspine.studies.statistics import intervention_figures
 from specforge_dspine.utils.cli import option
 from specforge_dspine.utils.files import read_jsonl, to_line
@@ -43,12 +30,7 @@ class TimingOptions(StudyOptions):
 
 
 def run_timing(options: TimingOptions) -> str:
-    """Intervene on every prompt and write the results; returns the page that ``--out`` gets too.
-
-    Raises:
-        ValueError: unusable options, drafts or features, or ``--out`` belongs to other inputs.
-        RecordError: a captured record is damaged.
-    """
+    """Intervene on every prompt and write the results; returns the page that ``--out`` gets too."""
     pair = open_draft_and_target(options)
     block = pair.drafter.proposals + 1
     k = max(0, block // 2 - 2) if options.history is None else options.history
@@ -71,7 +53,7 @@ def run_timing(options: TimingOptions) -> str:
             done = {record["prompt"] for record in ledger.kept()}
             for prompt in tqdm(heldout.prompts, desc="interventions", unit=" prompt", smoothing=0):
                 if prompt.name not in done:
-                    ledger.keep(to_line(intervene(pair, model, prompt, k, options)))
+                    ledger.keep(to_line(intervene(pair.drafter, model, pair.target.layers, prompt, k, options)))
                     ledger.commit()
             ledger.finish(len(heldout.prompts), {})
     records = read_jsonl(path)
@@ -85,32 +67,29 @@ def run_timing(options: TimingOptions) -> str:
             "prompts whose response is too short": len(records) - len(used),
         },
         "recomputed_states_differ": max(record["deviation"] for record in used),
-        "paper": {name: PAPER[name] for name in ("timing", "predecessor")},
+        "paper": {name: report.PAPER[name] for name in ("timing", "predecessor")},
         "seconds": round(sum(record["seconds"] for record in records), 1),
         **intervention_figures(used, block),
     }
-    result["notes"] = remarks(result)
-    draw_timing(options.out / "timing.png", result)
-    draw_predecessor(options.out / "predecessor.png", result)
-    return write_results(options.out, "timing", result, timing_markdown(result))
+    result["notes"] = report.remarks(result)
+    report.draw_timing(options.out / "timing.png", result)
+    report.draw_predecessor(options.out / "predecessor.png", result)
+    return report.write_results(options.out, "timing", result, report.timing_markdown(result))
 
 
-def intervene(pair: DraftAndTarget, model: Any, prompt: Prompt, k: int, options: TimingOptions) -> dict[str, Any]:
-    """The interventions on one prompt, as a line of timing.jsonl.
-
-    Raises:
-        RecordError: the prompt's record is damaged.
-    """
-    started, record, device, drafter = time.monotonic(), record_of(prompt), torch.device(options.device), pair.drafter
-    ids, taps = record["input_ids"].to(device), record["hidden_states"][0].to(device)
-    anchors = whole_blocks(
-        record["loss_mask"], drafter.proposals, prompt.name, limit=options.anchors, seed=options.seed
-    ).to(device)
+def intervene(
+    drafter: BlockDrafter, model: Any, layers: Sequence[int], prompt: Prompt, k: int, options: TimingOptions
+) -> dict[str, Any]:
+    """The interventions on one prompt, as a line of timing.jsonl; ``layers`` of the target ``model`` are tapped."""
+    started, record = time.monotonic(), record_of(prompt)
+    ids, taps = (record[name].to(options.device) for name in ("input_ids", "hidden_states"))
+    limits = {"limit": options.anchors, "seed": options.seed}
+    anchors = whole_blocks(record["loss_mask"], drafter.proposals, prompt.name, **limits).to(options.device)
     line: dict[str, Any] = {"prompt": prompt.name, "blocks": len(anchors)}
     if len(anchors):
-        proposed = draft_all_anchors(drafter, ids, taps, anchors).tokens
-        branches = encode(model, pair.target.layers, ids, anchors, proposed)
-        deviation = (branches.taps[: len(ids)].float() - taps.float()).norm() / taps.float().norm()
+        proposed = draft_all_anchors(drafter, ids, taps[0], anchors).tokens
+        branches = encode(model, layers, ids, anchors, proposed)
+        deviation = (branches.taps[: len(ids)].float() - taps[0].float()).norm() / taps[0].float().norm()
         line |= {
             "deviation": float(deviation),
             "anchors": anchors.tolist(),
@@ -120,8 +99,7 @@ def intervene(pair: DraftAndTarget, model: Any, prompt: Prompt, k: int, options:
             "predecessor": as_lists(predecessor(drafter, branches)),
             "carried": as_lists(carried(drafter, branches)),
         }
-        method = drafter.draft.settings
-        if method.injection and method.causal:
+        if drafter.draft.settings.injection and drafter.draft.settings.causal:
             line["codes"] = as_lists(codes(drafter, branches))
     return line | {"seconds": round(time.monotonic() - started, 3)}
 

@@ -14,8 +14,9 @@ import yaml
 
 from specforge_dspine.ablate import report as ablation_report
 from specforge_dspine.ablate.__main__ import main as ablate
+from specforge_dspine.ablate.inputs import claim_folder
 from specforge_dspine.ablate.markdown import markdown
-from specforge_dspine.ablate.runs import VariantRun, claim_folder
+from specforge_dspine.ablate.runs import VariantRun
 from specforge_dspine.ablate.statistics import (
     REVERSED,
     SHOWS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -383,7 +384,7 @@ def test_a_planted_code_is_recovered_in_its_layer_alone() -> None:
     fresh, _ = planted(300, 3)
     readouts = readouts_for(selection)
     before = count_right(readouts, head, fresh, 3)
-    history = fit(readouts, head, lambda step: planted(200, 100 + step)[0], selection, steps=300, rate=1e-2)
+    history = fit(readouts, head, (planted(200, 100 + step)[0] for step in count()), selection, steps=300, rate=1e-2)
     after = count_right(readouts, head, fresh, 3)
     assert after["count"].tolist() == [100, 100, 100]
     assert before["2"].sum() < 60 and after["2"].sum() > 290
@@ -397,7 +398,7 @@ def test_what_selects_decides_layer_by_layer() -> None:
     selection, head = planted(200, 2)
     readouts = readouts_for(selection)
     start = readouts.bias.detach().clone()
-    history = fit(readouts, head, lambda step: planted(20, 100 + step)[0], selection, steps=20, rate=0.05)
+    history = fit(readouts, head, (planted(20, 100 + step)[0] for step in count()), selection, steps=20, rate=0.05)
     assert min(history, key=lambda each: each["ce"][0])["step"] == 0
     assert torch.equal(readouts.bias[0], start[0]) and not readouts.up[0].any()
     assert readouts.up[1].any() and history[-1]["ce"][1] < history[0]["ce"][1]
@@ -540,8 +541,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target with features of it, and drafts for it."""
     root = tmp_path_factory.mktemp("studies")
     target = save_tokenizer(build_qwen3(root / "target"))
-    for split, count, seed in (("train", 6, 0), ("heldout", 6, 1)):
-        samples = write_samples(root / f"{split}.jsonl", count, seed=seed)
+    for split, samples_count, seed in (("train", 6, 0), ("heldout", 6, 1)):
+        samples = write_samples(root / f"{split}.jsonl", samples_count, seed=seed)
         write_features(target, samples, root / split, LAYERS)
     for kind in ("dspine", "dflash"):
         export_draft(target, root / kind, kind)
