@@ -22,7 +22,7 @@ from transformers import Qwen3Config
 from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.injection import AdjacentCausalInjection
-from specforge_dspine.modeling.transfer_space import TransferSpace, build_transfer_space
+from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.curriculum import alignment_beta, draw_blocks
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.strategy import FEATURES, DSpineTrainStrategy, Schedule
@@ -145,15 +145,13 @@ class Bench:
             draft, self.head, self.embedding, normalization="separate", **self.common
         ).train()
 
-    def build_transfer_space(self) -> TransferSpace:
+    def build_transfer_space(self) -> None:
         """Build the head's transfer space for the draft, and give W, which starts at 0, values as after training."""
-        space = build_transfer_space(self.head.weight, self.sizes.rank)
         draft = self.model.draft_model
-        draft.set_transfer_space(space)
+        draft.set_transfer_space(build_transfer_space(self.head.weight, self.sizes.rank))
         with torch.no_grad():
             for write in cast(AdjacentCausalInjection, draft.injection).writes:
                 nn.init.normal_(write.get_parameter("weight"), std=0.01)
-        return space
 
     def strategy(self) -> DraftTrainStrategy:
         """DSpine's training strategy."""

@@ -204,12 +204,10 @@ def kind_of_operation(sizes: Sizes) -> Callable[[str, list[Shape]], str]:
     return kind
 
 
-def objective_pass(model: DSpineTrainingModel, inputs: dict[str, Any], leaves: DraftOutput) -> Tensor:
-    """The objective and its gradients, given the draft's output. Returns the numerator."""
+def objective_pass(model: DSpineTrainingModel, inputs: dict[str, Any], leaves: DraftOutput) -> None:
+    """Compute the objective and its gradients, given the draft's output."""
     with given_output(model, leaves):
-        numerator: Tensor = model(**inputs).numerator
-        numerator.backward()  # type: ignore[no-untyped-call]
-    return numerator.detach()
+        model(**inputs).numerator.backward()
 
 
 def objective_peak(bench: Bench, inputs: dict[str, Any], leaves: DraftOutput) -> int:

@@ -55,17 +55,11 @@ def run_ranks(spec: Spec, workdir: Path, toy_data: Path) -> Curve:
     return read_curve(spec.name, recipe)
 
 
-def run_group(name: str, workdir: Path) -> dict[str, Curve]:
-    """The curves of a group, without the parts that count micro-batches."""
-    toy_data, folder = toy_data_in(workdir), workdir / name
-    curves = {}
+def check_group(name: str, workdir: Path) -> list[Deviation]:
+    """Train the runs of a group; returns what differs between them, except parts that count micro-batches."""
+    toy_data, curves = toy_data_in(workdir), {}
     for spec in GROUPS[name]:
-        curve = (run_curve if spec.ranks == 1 else run_ranks)(spec, folder, toy_data)
+        curve = (run_curve if spec.ranks == 1 else run_ranks)(spec, workdir / name, toy_data)
         parts = {part: values for part, values in curve.parts.items() if part not in EXACT}
         curves[spec.name] = Curve(curve.name, curve.recipe, parts)
-    return curves
-
-
-def check_group(name: str, workdir: Path) -> list[Deviation]:
-    """Train the runs of a group; returns what differs between them."""
-    return agree(run_group(name, workdir), ALLOWED)
+    return agree(curves, ALLOWED)

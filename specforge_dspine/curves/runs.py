@@ -54,9 +54,9 @@ CURVES = {
 }
 
 
-def document(name: str, toy_data: Path, run_dir: Path) -> dict[str, Any]:
-    """The recipe that all curves share: 12 steps of 4 sequences in each of 6 epochs."""
-    return {
+def recipe_of(spec: Spec, toy_data: Path, run_dir: Path) -> Recipe:
+    """The checked recipe of ``spec``: 12 steps of 4 sequences in each of 6 epochs, and its overrides."""
+    document: dict[str, Any] = {
         "model": {"target_model_path": str(toy_data / toy_target.TARGET), "torch_dtype": "float32"},
         "data": {
             "hidden_states_path": str(toy_data / toy_target.FEATURES),
@@ -87,17 +87,12 @@ def document(name: str, toy_data: Path, run_dir: Path) -> dict[str, Any]:
             "seed": 7,
         },
         "tracking": {"report_to": "none"},
-        "run_id": name,
+        "run_id": spec.name,
         "output_dir": str(run_dir),
     }
-
-
-def recipe_of(spec: Spec, toy_data: Path, run_dir: Path) -> Recipe:
-    """The checked recipe of ``spec``."""
-    recipe = document(spec.name, toy_data, run_dir)
     for override in spec.overrides:
-        apply_override(recipe, override)
-    return check_recipe(recipe, world_size=spec.ranks)
+        apply_override(document, override)
+    return check_recipe(document, world_size=spec.ranks)
 
 
 def without_paths(recipe: Recipe) -> dict[str, Any]:

@@ -23,11 +23,8 @@ from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
 
 @dataclass(frozen=True)
 class Branches:
-    """A sequence with its branches, as the target encodes them.
-
-    ``ids`` [S], ``anchors`` [N], the draft's proposals ``tokens`` [N, M], and the target's states over the context,
-    ``taps`` [S + N·M, T·H], at ``positions`` [S + N·M].
-    """
+    """``ids`` [S], ``anchors`` [N], the draft's proposals ``tokens`` [N, M], and the target's states ``taps``
+    [S + N·M, T·H] over the context."""
 
     ids: Tensor
     anchors: Tensor

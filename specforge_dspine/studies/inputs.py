@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,12 @@ class StudyOptions(Options):
     device: str = option("of the draft and the target", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
-@dataclass(frozen=True)
-class DraftAndTarget:
-    """A draft with its target's tables, and what identifies both."""
+def open_draft_and_target(options: StudyOptions) -> tuple[BlockDrafter, TargetIdentity, dict[str, Any]]:
+    """A draft with its target's tables, the target's identity, and what a result states about both.
 
-    drafter: BlockDrafter
-    target: TargetIdentity
-    facts: dict[str, Any]
-
-
-def open_draft_and_target(options: StudyOptions) -> DraftAndTarget:
-    """The draft and the target that the options name; a ValueError if they do not belong together."""
+    Raises:
+        ValueError: the draft cannot be read, or was trained for another target.
+    """
     draft = open_draft(options.draft, AutoTokenizer.from_pretrained(options.target))
     target = TargetIdentity.from_config(str(options.target), draft.target_layer_ids, dtype_of(draft))
     check_pair(draft, target)
@@ -56,7 +51,7 @@ def open_draft_and_target(options: StudyOptions) -> DraftAndTarget:
         "seed": options.seed,
         "interval": INTERVAL,
     }
-    return DraftAndTarget(BlockDrafter(draft.to(tables.device), tables.head, tables.embedding), target, facts)
+    return BlockDrafter(draft.to(tables.device), tables.head, tables.embedding), target, facts
 
 
 def open_features(folder: Path, limit: int | None, target: TargetIdentity) -> EvaluationSet:

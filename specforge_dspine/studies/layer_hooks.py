@@ -7,11 +7,11 @@ the draft computes. Layers count from 0 here, as in ``draft.layers``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 
@@ -28,8 +28,9 @@ def recorded_states(draft: DSpineDraftModel) -> Iterator[list[Tensor]]:
     def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states.append(kwargs["hidden_states"] if kwargs else args[0])
 
-    readers = [*list(draft.layers)[1:], draft.norm]
-    with removed_after(module.register_forward_pre_hook(record, with_kwargs=True) for module in readers):
+    with contextlib.ExitStack() as stack:
+        for reader in (*list(draft.layers)[1:], draft.norm):
+            stack.enter_context(reader.register_forward_pre_hook(record, with_kwargs=True))
         yield states
 
 
@@ -37,14 +38,16 @@ def recorded_states(draft: DSpineDraftModel) -> Iterator[list[Tensor]]:
 def masks_by_layer(draft: DSpineDraftModel, masks: Mapping[int, Tensor]) -> Iterator[None]:
     """Let layer ℓ attend by ``masks[ℓ]`` [R, 1, N·B, keys] (bool) instead of by the forward's own mask."""
 
-    def replace_by(mask: Tensor) -> Any:
-        return lambda _module, args, kwargs: (args, kwargs | {"attention_mask": mask})
-
-    with removed_after(
-        draft.layers[layer].register_forward_pre_hook(replace_by(mask), with_kwargs=True)
-        for layer, mask in masks.items()
-    ):
+    with contextlib.ExitStack() as stack:
+        for layer, mask in masks.items():
+            hook = partial(replaced_argument, {"attention_mask": mask})
+            stack.enter_context(draft.layers[layer].register_forward_pre_hook(hook, with_kwargs=True))
         yield
+
+
+def replaced_argument(new: dict[str, Any], _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """A module's arguments, with ``new`` keyword arguments."""
+    return args, kwargs | new
 
 
 @contextlib.contextmanager
@@ -61,16 +64,5 @@ def codes_by_layer(draft: DSpineDraftModel, predecessors: Mapping[int, Tensor]) 
         return layer, states, codes, known
 
     assert draft.injection is not None
-    with removed_after([draft.injection.register_forward_pre_hook(replace)]):
+    with draft.injection.register_forward_pre_hook(replace):
         yield
-
-
-@contextlib.contextmanager
-def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove the hooks when the context ends."""
-    registered = list(handles)
-    try:
-        yield
-    finally:
-        for handle in registered:
-            handle.remove()

@@ -9,6 +9,7 @@ injection, if the draft has one. The draft itself is not changed.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -125,7 +126,7 @@ def fit(
     """
     optimizer = torch.optim.Adam(readouts.parameters(), lr=rate)
     due = {0, *(round(steps * k / checks) for k in range(1, checks + 1))}
-    best = [part.detach().clone() for part in readouts.parameters()]
+    best = copy.deepcopy(readouts).requires_grad_(False)
     history: list[dict[str, Any]] = []
     with tqdm(range(steps + 1), desc="readouts", unit=" step") as bar:
         for step in bar:
@@ -133,7 +134,7 @@ def fit(
                 ce = [cross_entropy(readouts, layer, head, selection) for layer in range(len(selection.states))]
                 for layer, value in enumerate(ce):
                     if all(value < before["ce"][layer] for before in history):
-                        for kept, now in zip(best, readouts.parameters(), strict=True):
+                        for kept, now in zip(best.parameters(), readouts.parameters(), strict=True):
                             kept[layer] = now.detach()[layer]
                 history.append({"step": step, "ce": ce})
                 bar.set_postfix_str("held-out ce " + " ".join(f"{value:.2f}" for value in ce))
@@ -147,9 +148,7 @@ def fit(
                 for loss in chunk_losses(readouts, layer, head, states):
                     (loss / len(states.label)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    with torch.no_grad():
-        for kept, now in zip(best, readouts.parameters(), strict=True):
-            now.copy_(kept)
+    readouts.load_state_dict(best.state_dict())
     return history
 
 

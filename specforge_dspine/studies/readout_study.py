@@ -37,9 +37,9 @@ class ReadoutOptions(StudyOptions):
 
 def run_readout(options: ReadoutOptions) -> str:
     """Fit and measure the readouts; returns the page that ``--out`` gets too."""
-    pair = open_draft_and_target(options)
-    train = open_features(options.train, options.train_limit, pair.target).prompts
-    heldout = open_features(options.heldout, options.limit, pair.target).prompts
+    drafter, target, facts = open_draft_and_target(options)
+    train = open_features(options.train, options.train_limit, target).prompts
+    heldout = open_features(options.heldout, options.limit, target).prompts
     if shared := {prompt.name for prompt in train} & {prompt.name for prompt in heldout}:
         raise ValueError(
             f"{len(shared)} samples of {options.heldout} are in {options.train} too; {min(shared)} is one"
@@ -47,18 +47,13 @@ def run_readout(options: ReadoutOptions) -> str:
     if len(heldout) < 2:
         raise ValueError(f"{options.heldout} gives {len(heldout)} sample: one selects readouts, others measure them")
     selecting, measuring = heldout[::SELECTING], [p for k, p in enumerate(heldout) if k % SELECTING]
-    head, layers, proposals = (
-        pair.drafter.head.detach().float(),
-        len(pair.drafter.draft.layers),
-        pair.drafter.proposals,
-    )
+    head, layers = drafter.head.detach().float(), len(drafter.draft.layers)
     started = time.monotonic()
 
     def states(prompt: Prompt, draw: int, *, with_choices: bool = False) -> LayerStates:
-        record, name = record_of(prompt), f"{prompt.name}:{draw}"
-        return captured_states(
-            pair.drafter, record, name, anchors=options.anchors, seed=options.seed, with_choices=with_choices
-        )
+        limits = {"anchors": options.anchors, "seed": options.seed}
+        name = f"{prompt.name}:{draw}"
+        return captured_states(drafter, record_of(prompt), name, **limits, with_choices=with_choices)
 
     def batches() -> Iterator[LayerStates]:
         generator = torch.Generator().manual_seed(options.seed)
@@ -71,10 +66,10 @@ def run_readout(options: ReadoutOptions) -> str:
     selection = merged([states(prompt, 0) for prompt in selecting])
     history = fit(readouts, head, batches(), selection, steps=options.steps, rate=options.rate)
     counts = [
-        count_right(readouts, head, states(prompt, 0, with_choices=True), proposals)
+        count_right(readouts, head, states(prompt, 0, with_choices=True), drafter.proposals)
         for prompt in tqdm(measuring, desc="measuring", unit=" sample")
     ]
-    result = pair.facts | {
+    result = facts | {
         "study": "readout",
         "state": STATE,
         "notes": [STATE],
@@ -95,7 +90,7 @@ def run_readout(options: ReadoutOptions) -> str:
         "sources": {"train": str(options.train), "heldout": str(options.heldout)},
         "paper": PAPER["readout"],
         "seconds": round(time.monotonic() - started, 1),
-        **readout_figures(counts, proposals + 1),
+        **readout_figures(counts, drafter.proposals + 1),
     }
     draw_readout(options.out / "readout.png", result)
     return write_results(options.out, "readout", result, readout_markdown(result))

@@ -31,13 +31,13 @@ class TimingOptions(StudyOptions):
 
 def run_timing(options: TimingOptions) -> str:
     """Intervene on every prompt and write the results; returns the page that ``--out`` gets too."""
-    pair = open_draft_and_target(options)
-    block = pair.drafter.proposals + 1
+    drafter, target, facts = open_draft_and_target(options)
+    block = drafter.proposals + 1
     k = max(0, block // 2 - 2) if options.history is None else options.history
     if not 0 <= k <= block - 3:
         raise ValueError(f"--history {k}: with blocks of {block}, 0 to {block - 3} leave an anchor and a position")
-    heldout = open_features(options.heldout, options.limit, pair.target)
-    facts = pair.facts | {
+    heldout = open_features(options.heldout, options.limit, target)
+    facts |= {
         "study": "timing",
         "history": k,
         "anchors_per_sample": options.anchors,
@@ -48,12 +48,12 @@ def run_timing(options: TimingOptions) -> str:
     ledger = Ledger([path], "studies timing", facts, overwrite=options.overwrite)
     if not ledger.is_finished():
         with ledger:
-            model: Any = AutoModelForCausalLM.from_pretrained(options.target, dtype=pair.drafter.embedding.dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(options.target, dtype=drafter.embedding.dtype)
             model = model.to(options.device).eval()
             done = {record["prompt"] for record in ledger.kept()}
             for prompt in tqdm(heldout.prompts, desc="interventions", unit=" prompt", smoothing=0):
                 if prompt.name not in done:
-                    ledger.keep(to_line(intervene(pair.drafter, model, pair.target.layers, prompt, k, options)))
+                    ledger.keep(to_line(intervene(drafter, model, target.layers, prompt, k, options)))
                     ledger.commit()
             ledger.finish(len(heldout.prompts), {})
     records = read_jsonl(path)

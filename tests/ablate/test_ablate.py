@@ -184,7 +184,7 @@ def test_a_failing_run_is_reported_with_its_log(
 
 def test_unusable_inputs_are_reported(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for extra, named in (
-        (["--variants", "fulll"], "variant 'fulll' is unknown: use full, no-refinement"),
+        (["--variants", "complete"], "variant 'complete' is unknown: use full, no-refinement"),
         (["--variants", "x:dspine.topk=3"], "dspine.topk: unknown key; did you mean 'top_k'?"),
         (
             ["--variants", "x:training.learning_rate=1e-4"],
