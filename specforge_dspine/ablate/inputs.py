@@ -59,11 +59,7 @@ def check_distinct(sections: dict[str, dict[str, Any]]) -> None:
 
 
 def claim_folder(out: Path, inputs: dict[str, Any]) -> None:
-    """Record the inputs of a new ablation in ``out``, or add new variants to those of an existing one.
-
-    Raises:
-        ValueError: ``out`` belongs to other inputs; all differences are named.
-    """
+    """Record the inputs of a new ablation in ``out``, or add new variants to an existing one of the same inputs."""
     path = out / INPUTS
     if path.exists():
         before = read_json(path)

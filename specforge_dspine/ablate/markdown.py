@@ -41,22 +41,16 @@ def joined(values: Iterable[float], spec: str, separator: str = " ") -> str:
 def tau_table(report: dict[str, Any], names: Iterable[str]) -> list[str]:
     """τ of some variants, set by set, with the paper's beside them."""
     sets = list(report["inputs"]["sets"])
-    paper = f"{PAPER_LABEL}: {' / '.join(PAPER_SETS)}"
     rows = []
     for name in names:
         entry = report["variants"][name]
-        by_set, mean = [entry["tau"][each] for each in sets], entry["tau_mean_over_sets"]
-        rows.append(
-            [
-                name,
-                *(estimate(each["value"], each["interval_95"]) for each in by_set),
-                f"**{number(mean['value'])}**",
-                interval(mean["interval_95"]),
-                joined(mean["per_seed"], ".3f"),
-                joined(PAPER[name], ".2f", " / ") if name in PAPER else NOT_GIVEN,
-            ]
-        )
-    return markdown_table(["variant", *sets, "mean over sets", "95 %", "each seed's mean", paper], rows)
+        by_set = [estimate(entry["tau"][each]["value"], entry["tau"][each]["interval_95"]) for each in sets]
+        mean = entry["tau_mean_over_sets"]
+        paper = joined(PAPER[name], ".2f", " / ") if name in PAPER else NOT_GIVEN
+        summary = (f"**{number(mean['value'])}**", interval(mean["interval_95"]), joined(mean["per_seed"], ".3f"))
+        rows.append([name, *by_set, *summary, paper])
+    label = f"{PAPER_LABEL}: {' / '.join(PAPER_SETS)}"
+    return markdown_table(["variant", *sets, "mean over sets", "95 %", "each seed's mean", label], rows)
 
 
 def ordering_table(report: dict[str, Any]) -> list[str]:
@@ -64,18 +58,14 @@ def ordering_table(report: dict[str, Any]) -> list[str]:
     sets = list(report["inputs"]["sets"])
     rows = []
     for entry in report["orderings"]:
-        difference, by_set = entry["difference"], [entry["by_set"][name] for name in sets]
-        rows.append(
-            [
-                f"{entry['above']} > {entry['below']}",
-                number(difference["value"], "+.3f"),
-                interval(difference["interval_95"], "+.3f"),
-                joined(difference["per_seed"], "+.3f"),
-                f"**{entry['verdict']}**",
-                *(f"{estimate(each['value'], each['interval_95'], '+.3f')}, {each['verdict']}" for each in by_set),
-                joined(entry["paper"].values(), "+.2f", " / ") if "paper" in entry else NOT_GIVEN,
-            ]
-        )
+        by_set = [
+            f"{estimate(each['value'], each['interval_95'], '+.3f')}, {each['verdict']}"
+            for each in (entry["by_set"][name] for name in sets)
+        ]
+        value, bounds, per_seed = entry["difference"].values()
+        summary = (number(value, "+.3f"), interval(bounds, "+.3f"), joined(per_seed, "+.3f"))
+        paper = joined(entry["paper"].values(), "+.2f", " / ") if "paper" in entry else NOT_GIVEN
+        rows.append([f"{entry['above']} > {entry['below']}", *summary, f"**{entry['verdict']}**", *by_set, paper])
     header = ["ordering", "Δτ, mean over sets", "95 %", "each seed", "verdict", *(f"Δτ {each}" for each in sets)]
     return markdown_table([*header, "paper"], rows)
 

@@ -130,11 +130,7 @@ def ordering_entry(above: str, below: str, a: dict[int, Counts], b: dict[int, Co
 
 
 def gather(folder: Path) -> dict[str, Any]:
-    """The content of ablation.json.
-
-    Raises:
-        ValueError: there is no ablation, no finished run in it, or runs that cannot be compared.
-    """
+    """The content of ablation.json."""
     runs, others = finished_runs(folder)
     if not runs:
         raise ValueError(f"no run of {folder} is finished; the ablation's command continues it")

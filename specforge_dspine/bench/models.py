@@ -158,11 +158,7 @@ class Bench:
         return DSpineTrainStrategy(self.model, Schedule(seed=SEED, warmup_ratio=0.0))
 
     def host_strategies(self) -> dict[str, DraftTrainStrategy]:
-        """SpecForge's own three training strategies, by name.
-
-        Raises:
-            ImportError: this installation of SpecForge lacks requirements of its own models.
-        """
+        """SpecForge's own training strategies, by name; an ImportError if their requirements are not installed."""
         from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel, OnlineDSparkModel
         from specforge.modeling.draft.dflash import DFlashDraftModel
         from specforge.modeling.draft.dspark import DSparkDraftModel
@@ -235,13 +231,9 @@ class Bench:
     def inputs(self) -> dict[str, Any]:
         """The arguments that DSpine's strategy passes to its model for this batch."""
         settings = self.model.draft_model.settings
-        blocks = draw_blocks(
-            self.batch.tensors["loss_mask"],
-            self.batch.sample_ids,
-            seed=SEED,
-            num_anchors=self.model.num_anchors,
-            probability=settings.replacement_probability,
-        )
+        mask, chance = self.batch.tensors["loss_mask"], settings.replacement_probability
+        anchors = self.model.num_anchors
+        blocks = draw_blocks(mask, self.batch.sample_ids, seed=SEED, num_anchors=anchors, probability=chance)
         tensors: dict[str, Any] = {name: self.batch.tensors[name].to(self.device) for name in FEATURES}
         beta = alignment_beta(CONTEXT.global_step, 0, settings)
         return tensors | {"blocks": blocks.to(self.device), "beta": beta}

@@ -44,18 +44,15 @@ def steps_section(plan: Plan) -> Section:
     except ImportError as error:
         section.raw["ratios"] = f"not measured: specforge does not import ({error})"
     names = list(strategies)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    processor: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(plan.warmup):
-        for name in names:
-            bench.step_seconds(strategies[name])
-    for turn in plan.turns(lambda: sum(max(each) for each in seconds.values()), STEPS_SHARE):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            wall, cpu = bench.step_seconds(strategies[name])
-            seconds[name].append(wall)
-            processor[name].append(cpu)
+    for name in names * plan.warmup:
+        bench.step_seconds(strategies[name])
+    rounds: list[dict[str, tuple[float, float]]] = []
+    for turn in plan.turns(lambda: sum(max(each[name][0] for each in rounds) for name in names), STEPS_SHARE):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        rounds.append({name: bench.step_seconds(strategies[name]) for name in order})
     for strategy in strategies.values():
         strategy.trainable_module().zero_grad(set_to_none=True)
+    seconds, processor = ({name: [each[name][k] for each in rounds] for name in names} for k in (0, 1))
     section.raw |= {"seconds": seconds, "processor_seconds": processor}
     notes = {
         "DFlash": "; SpecForge's: CE only",

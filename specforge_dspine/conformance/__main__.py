@@ -31,11 +31,7 @@ class ConformanceOptions(Options):
 
 
 def check_file(options: ConformanceOptions) -> str:
-    """Check a vector file; returns a line for every quantity.
-
-    Raises:
-        RunError: a quantity does not agree.
-    """
+    """Check a vector file; returns a line for every quantity. A RunError names those that do not agree."""
     results = conformance(options.file, getattr(torch, options.dtype), options.device)
     wrong = [check.name for check in results if not check.ok]
     lines = [

@@ -107,11 +107,9 @@ class Vectors:
             return load_draft(Path(folder) / "draft")
 
     def candidates(self, name: str) -> Tensor:
-        """The file's top-K sets [.., K] to compute with. An impossible id becomes a possible one: its own check
-        reports it.
+        """The file's top-K sets [.., K] to compute with, one per supervised position, or per slot of block 0.
 
-        Raises:
-            VectorFileError: the shape is not one set of K per supervised position, or per slot of block 0.
+        An impossible id becomes a possible one, because its own check reports it.
         """
         count = len(self["rows/label"]) if name.startswith("rows/") else int(self.draft.block_size) - 1
         shape = (count, self.draft.settings.top_k)

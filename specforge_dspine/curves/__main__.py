@@ -35,12 +35,7 @@ class CurvesOptions(Options):
 
 
 def curves(options: CurvesOptions) -> None:
-    """Record, check or plot the curves.
-
-    Raises:
-        ValueError: an unknown curve, or no usable reference.
-        RunError: something deviates.
-    """
+    """Record, check or plot the curves; a RunError names those that deviate."""
     if unknown := set(options.only) - CURVES.keys():
         raise ValueError(f"--only {' '.join(sorted(unknown))}: the curves are {', '.join(CURVES)}")
     failed = []

@@ -30,11 +30,7 @@ GROUPS = {  # every run must agree with the first
 
 
 def run_ranks(spec: Spec, workdir: Path, toy_data: Path) -> Curve:
-    """As ``run_curve``, in ``spec.ranks`` processes.
-
-    Raises:
-        StageError: the run failed, or did not end in time.
-    """
+    """As ``run_curve``, in ``spec.ranks`` processes; a StageError if they fail or do not end in time."""
     recipe = recipe_of(spec, toy_data, workdir / spec.name)
     path = workdir / f"{spec.name}.yaml"
     workdir.mkdir(parents=True, exist_ok=True)

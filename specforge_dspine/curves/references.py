@@ -39,11 +39,7 @@ def save_reference(curve: Curve, folder: Path) -> Path:
 
 
 def load_reference(name: str, folder: Path) -> Curve:
-    """The recorded curve ``name``.
-
-    Raises:
-        InvalidFileError: there is none, or it is damaged.
-    """
+    """The recorded curve ``name``."""
     try:
         content = read_json(folder / f"{name}.json")
         return Curve(content["name"], content["recipe"], content["parts"])

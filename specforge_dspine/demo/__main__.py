@@ -47,12 +47,7 @@ class DemoOptions(Options):
 
 
 def demo(options: DemoOptions) -> str:
-    """Run all stages; returns how long each took.
-
-    Raises:
-        StageError: a stage failed.
-        ManagedServerError: a server for the responses did not start.
-    """
+    """Run all stages; returns how long each took."""
     started, out, recipe = time.monotonic(), options.out, load_recipe(options.recipe)
     with Stages() as stages:
         prepare_data(stages, recipe, PrepareOptions(**options.model_dump()))

@@ -70,12 +70,7 @@ def samples_path(out: Path, split: str) -> Path:
 
 
 def prepare_data(stages: Stages, recipe: Recipe, options: PrepareOptions) -> None:
-    """Make the samples of all splits, and the features of those to capture.
-
-    Raises:
-        StageError: a stage failed.
-        ManagedServerError: a server for the responses did not start.
-    """
+    """Make the samples of all splits, and the features of those to capture."""
     options.out.mkdir(parents=True, exist_ok=True)
     stages.run("data_prep.target", "--out", recipe.host.model.target_model_path)
     choose_prompts(stages, options)
@@ -137,19 +132,17 @@ def response_servers(stages: Stages, recipe: Recipe, out: Path) -> Iterator[list
     """URLs of SGLang servers of the target, ended with the context."""
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        servers = [
-            stack.push(
-                ManagedServer(
-                    recipe.host.model.target_model_path,
-                    out / f"server{k}",
-                    recipe.dspine.target_layer_ids,
-                    dtype=recipe.host.model.torch_dtype,
-                    max_running_requests=2 * BATCH,
-                    max_total_tokens=2 * BATCH * recipe.host.data.max_length,
-                )
+        servers = []
+        for k in range(SERVERS):
+            server = ManagedServer(
+                recipe.host.model.target_model_path,
+                out / f"server{k}",
+                recipe.dspine.target_layer_ids,
+                dtype=recipe.host.model.torch_dtype,
+                max_running_requests=2 * BATCH,
+                max_total_tokens=2 * BATCH * recipe.host.data.max_length,
             )
-            for k in range(SERVERS)
-        ]
+            servers.append(stack.push(server))
         with ThreadPoolExecutor(SERVERS) as pool:
             list(pool.map(ManagedServer.start, servers))
         stages.seconds["servers start"] = round(time.monotonic() - started, 1)
