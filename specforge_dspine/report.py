@@ -22,6 +22,7 @@ from specforge_dspine.decoding.loop import Trace
 from specforge_dspine.evaluation.metrics import summary, tau_difference
 from specforge_dspine.evaluation.results import RESULT, ROUNDS, traces_of
 from specforge_dspine.utils.cli import Command, Options, option, run_command
+from specforge_dspine.utils.figures import figure_axes
 from specforge_dspine.utils.files import atomic_write, read_json, read_jsonl
 from specforge_dspine.utils.tables import estimate, markdown_table, number
 
@@ -61,8 +62,7 @@ def make_report(options: ReportOptions) -> str:
         metrics = [line for line in read_jsonl(options.run / "metrics.jsonl") if "loss" in line]
     with atomic_write(options.out / "report.json") as file:
         file.write(json.dumps(report).encode())  # on one line: most of it is ids
-    with atomic_write(options.out / "report.png") as file:
-        draw(report, metrics).savefig(file, dpi=110)
+    draw(options.out / "report.png", report, metrics)
     lines = [
         (name, f"{entry['temperature']:g}", figure, entry["rounds"], entry["prompts"])
         for name, entry in report["variants"].items()
@@ -136,34 +136,28 @@ def gain_text(report: dict[str, Any]) -> str:
     return estimate(report["refinement_gain"], report["refinement_gain_interval_95"], "+.3f")
 
 
-def draw(report: dict[str, Any], metrics: Sequence[dict[str, float]]) -> Any:
-    """Returns a figure: loss parts, coverage and accuracies over training, acceptance by position."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    losses, accuracies, alignment, acceptance = figure.subplots(2, 2).flat
+def draw(path: Path, report: dict[str, Any], metrics: Sequence[dict[str, float]]) -> None:
+    """Draw loss parts, coverage and accuracies over training, and acceptance by position."""
+    steps = [line["step"] for line in metrics]
     aligned = [name for name in metrics[0] if name.startswith("align_")] if metrics else []
-    for axis, title, names in (
-        (losses, "loss parts", ["ce", "refined_ce", "l1", "refined_l1"]),
-        (accuracies, "coverage and accuracy", ["coverage", "candidate_mass", "accuracy", "refined_accuracy"]),
-        (alignment, "layer alignment and its gate", [*aligned, "lambda"]),
-    ):
-        for name in names:
-            axis.plot([line["step"] for line in metrics], [line.get(name) for line in metrics], label=name)
-        axis.set(title=title, xlabel="optimizer step")
-    for name, entry in report["variants"].items():
-        shares = entry["acceptance_by_position"]
-        acceptance.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {number(entry['tau'])}")
-    acceptance.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
-    for axis in figure.axes:
-        axis.grid(alpha=0.3)
-        axis.legend()
+    panels = (
+        ("loss parts", ["ce", "refined_ce", "l1", "refined_l1"]),
+        ("coverage and accuracy", ["coverage", "candidate_mass", "accuracy", "refined_accuracy"]),
+        ("layer alignment and its gate", [*aligned, "lambda"]),
+    )
     title = f"{report['prompts']} prompts"
     if "refinement_gain" in report:
         temperature = report["variants"]["refined"]["temperature"]
         title += f"; refinement adds {gain_text(report)} to τ at temperature {temperature:g}"
-    figure.suptitle(title)
-    return figure
+    with figure_axes(path, 2, 2, size=(12, 8), title=title) as (*axes, last):
+        for axis, (name, parts) in zip(axes, panels, strict=True):
+            for part in parts if steps else ():
+                axis.plot(steps, [line.get(part) for line in metrics], label=part)
+            axis.set(title=name, xlabel="optimizer step")
+        for name, entry in report["variants"].items():
+            shares = entry["acceptance_by_position"]
+            last.plot(range(1, len(shares) + 1), shares, "o-", label=f"{name}: τ = {number(entry['tau'])}")
+        last.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

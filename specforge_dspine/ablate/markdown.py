@@ -1,6 +1,6 @@
-"""The page of an ablation, ablation.md: tables, orderings with their intervals, the paper's own numbers beside ours.
+"""The page of an ablation, ablation.md: tables of τ, orderings with their intervals, and the paper's numbers.
 
-The paper's are marked as such: another model, other data, another budget.
+The paper's numbers are labeled as such: another model, other data, another budget.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specforge_dspine.ablate.statistics import REVERSED, SHOWS, UNRESOLVED
+from specforge_dspine.utils.tables import estimate, interval, markdown_table, number
 
 UNDISTURBED = 0.05  # quantile of a step's seconds
 TABLES = {
@@ -27,118 +28,92 @@ PAPER = {
 }
 PAPER_LABEL = "paper, Qwen3-8B, other data and budget"
 PAPER_DFLASH = (
-    "Of plain DFlash the paper gives the mean over its seven sets alone: 3.77, and 4.82 for the full method."
+    "For plain DFlash the paper only gives the mean over its seven sets: 3.77, and 4.82 for the full method."
 )
+NOT_GIVEN = "not given"
 
 
-def interval(low_high: Sequence[float], sign: str = "") -> str:
-    """``low … high``."""
-    return " … ".join(f"{each:{sign}.3f}" for each in low_high)
-
-
-def row(*cells: object) -> str:
-    """A line of a Markdown table."""
-    return "| " + " | ".join(map(str, cells)) + " |"
+def joined(values: Iterable[float], spec: str, separator: str = " ") -> str:
+    """Several figures in one cell."""
+    return separator.join(number(value, spec) for value in values)
 
 
 def tau_table(report: dict[str, Any], names: Iterable[str]) -> list[str]:
     """τ of some variants, set by set, with the paper's beside them."""
     sets = list(report["inputs"]["sets"])
-    lines = [
-        row(
-            "variant", *sets, "mean over sets", "95 %", "each seed's mean", f"{PAPER_LABEL}: {' / '.join(PAPER_SETS)}"
-        ),
-        row(*["---"] * (len(sets) + 5)),
-    ]
+    rows = []
     for name in names:
         entry = report["variants"][name]
+        by_set = [estimate(entry["tau"][each]["value"], entry["tau"][each]["interval_95"]) for each in sets]
         mean = entry["tau_mean_over_sets"]
-        cells = [
-            f"{entry['tau'][each]['value']:.3f} ({interval(entry['tau'][each]['interval_95'])})" for each in sets
-        ]
-        seeds = " ".join(f"{each:.3f}" for each in mean["per_seed"])
-        paper = " / ".join(f"{each:.2f}" for each in PAPER[name]) if name in PAPER else "not given"
-        lines.append(row(name, *cells, f"**{mean['value']:.3f}**", interval(mean["interval_95"]), seeds, paper))
-    return lines
+        paper = joined(PAPER[name], ".2f", " / ") if name in PAPER else NOT_GIVEN
+        summary = (f"**{number(mean['value'])}**", interval(mean["interval_95"]), joined(mean["per_seed"], ".3f"))
+        rows.append([name, *by_set, *summary, paper])
+    label = f"{PAPER_LABEL}: {' / '.join(PAPER_SETS)}"
+    return markdown_table(["variant", *sets, "mean over sets", "95 %", "each seed's mean", label], rows)
 
 
 def ordering_table(report: dict[str, Any]) -> list[str]:
     """The orderings: difference, interval, seeds, verdict."""
     sets = list(report["inputs"]["sets"])
-    lines = [
-        row(
-            "ordering",
-            "Δτ, mean over sets",
-            "95 %",
-            "each seed",
-            "verdict",
-            *(f"Δτ {each}" for each in sets),
-            "paper",
-        ),
-        row(*["---"] * (len(sets) + 6)),
-    ]
+    rows = []
     for entry in report["orderings"]:
-        found = entry["difference"]
         by_set = [
-            f"{each['value']:+.3f} ({interval(each['interval_95'], '+')}), {each['verdict']}"
+            f"{estimate(each['value'], each['interval_95'], '+.3f')}, {each['verdict']}"
             for each in (entry["by_set"][name] for name in sets)
         ]
-        paper = " / ".join(f"{each:+.2f}" for each in entry["paper"].values()) if "paper" in entry else "not given"
-        lines.append(
-            row(
-                f"{entry['above']} > {entry['below']}",
-                f"{found['value']:+.3f}",
-                interval(found["interval_95"], "+"),
-                " ".join(f"{each:+.3f}" for each in found["per_seed"]),
-                f"**{entry['verdict']}**",
-                *by_set,
-                paper,
-            )
-        )
-    return lines
+        value, bounds, per_seed = entry["difference"].values()
+        summary = (number(value, "+.3f"), interval(bounds, "+.3f"), joined(per_seed, "+.3f"))
+        paper = joined(entry["paper"].values(), "+.2f", " / ") if "paper" in entry else NOT_GIVEN
+        rows.append([f"{entry['above']} > {entry['below']}", *summary, f"**{entry['verdict']}**", *by_set, paper])
+    header = ["ordering", "Δτ, mean over sets", "95 %", "each seed", "verdict", *(f"Δτ {each}" for each in sets)]
+    return markdown_table([*header, "paper"], rows)
 
 
 def cost_table(report: dict[str, Any]) -> list[str]:
     """Seconds per optimizer step."""
-    lines = [
-        row("variant", "undisturbed s/step", "median of each seed"),
-        row(*["---"] * 3),
+    costs = {name: entry["seconds_per_step"] for name, entry in report["variants"].items()}
+    rows = [
+        [name, number(cost["undisturbed"], ".2f"), joined(cost["per_seed_median"], ".2f")]
+        for name, cost in costs.items()
     ]
-    for name, entry in report["variants"].items():
-        least = entry["seconds_per_step"]["undisturbed"]
-        seeds = " ".join(f"{each:.2f}" for each in entry["seconds_per_step"]["per_seed_median"])
-        lines.append(row(name, f"{least:.2f}", seeds))
-    return lines
+    return markdown_table(["variant", "undisturbed s/step", "median of each seed"], rows)
 
 
-def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
-    """ablation.md."""
+def introduction(report: dict[str, Any], machines: str) -> list[str]:
+    """What was trained and evaluated, and how to read the intervals."""
     inputs = report["inputs"]
     recipe, training = inputs["recipe"], inputs["recipe"]["training"]
     seeds = sorted({seed for entry in report["variants"].values() for seed in entry["seeds"]})
     steps = sorted({entry["steps"] for entry in report["variants"].values()})
-    shape = next(iter(inputs["variants"].values()))
-    machines = "; ".join(
-        f"{each['processor']}, runs side by side: {each['at_once']}, threads of each: {each['threads']}"
-        for each in report["machine"]
-    )
+    draft = next(iter(inputs["variants"].values()))
     sets = ", ".join(f"{name} ({each['prompts']} prompts)" for name, each in inputs["sets"].items())
     lines = [
         "# Ablation",
         *("", *([report["note"], ""] if report["note"] else [])),
         f"Every variant trained with the seeds {', '.join(map(str, seeds))} for "
         f"{' or '.join(map(str, steps))} optimizer steps of {training['batch_size']} × {training['num_anchors']} "
-        f"anchors, on {inputs['data'].partition(' of ')[0]}; L = {shape['num_hidden_layers']}, "
-        f"B = {shape['block_size']}, K = {shape['top_k']}, {recipe['model']['torch_dtype']}. "
-        "τ is answer tokens per round, greedy, at most "
-        f"{inputs['max_new_tokens']} tokens an answer; sets: {sets}. Machine: {machines}.",
+        f"anchors, on {inputs['data'].partition(' of ')[0]}; L = {draft['num_hidden_layers']}, "
+        f"B = {draft['block_size']}, K = {draft['top_k']}, {recipe['model']['torch_dtype']}. "
+        "τ is response tokens per round, greedy, with at most "
+        f"{inputs['max_new_tokens']} tokens per response. Sets: {sets}. Machine: {machines}.",
         "",
-        f"Intervals are 95 %: {report['interval']}. Seeds are few, so each one's value is listed, and "
-        "an ordering \"shows\" only if its interval and Student's 95 % interval over the seeds' differences both "
-        'leave 0 out; "reversed" is the same with the other sign; everything else is "not resolved".',
+        f"Intervals are 95 %: {report['interval']}. Seeds are few, so each one's value is listed. An ordering "
+        "\"shows\" only if both its interval and Student's 95 % interval over the seeds' differences exclude 0; "
+        '"reversed" is the same with the other sign; everything else is "not resolved".',
     ]
     if report["not_finished"]:
         lines += ["", f"Not finished, and left out: {'; '.join(report['not_finished'])}."]
+    return lines
+
+
+def markdown(report: dict[str, Any], figures: Sequence[str]) -> str:
+    """ablation.md."""
+    machines = "; ".join(
+        f"{each['processor']}, runs in parallel: {each['max_parallel']}, threads of each: {each['threads']}"
+        for each in report["machine"]
+    )
+    lines = introduction(report, machines)
     others = tuple(name for name in report["variants"] if not any(name in names for names in TABLES.values()))
     for title, names in (TABLES | {"Other variants": others}).items():
         if present := [name for name in names if name in report["variants"]]:
@@ -149,20 +124,17 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
         for word in (SHOWS, REVERSED, UNRESOLVED):
             named = [f"{each['above']} > {each['below']}" for each in report["orderings"] if each["verdict"] == word]
             lines += [f"* {word}: {', '.join(named)}"] if named else []
-        lines += ["", *ordering_table(report)]
-        lines += [
-            "",
-            f"The last column: {PAPER_LABEL}; {' / '.join(PAPER_SETS)}. The bold verdicts are the ones to go by.",
-        ]
+        last = f"The last column: {PAPER_LABEL}; {' / '.join(PAPER_SETS)}. The bold verdicts are the ones to go by."
+        lines += ["", *ordering_table(report), "", last]
     lines += [
         *("", "## Cost of a step", ""),
-        f"Seconds of an optimizer step, as measured while the runs trained: {machines}. Other work on the machine "
-        f"only ever adds to it, so the first column is the {UNDISTURBED:.0%} quantile over all seeds' steps. A step "
-        "has the same rows in every variant. Read no ratios out of it: make bench measures those, in one process.",
+        f"Seconds of an optimizer step, measured during the training runs: {machines}. Other work on the machine "
+        f"only adds to it, so the first column is the {UNDISTURBED:.0%} quantile over all seeds' steps. A step has "
+        "the same supervised positions in every variant. For ratios see `make bench`, which measures in one process.",
         *("", *cost_table(report)),
-        *("", "## Pictures", ""),
-        "Curves are means over twentieths of the training; the line is the seeds' mean, the band their range. While "
-        "the curriculum lasts, some blocks of the variants with injection are given right predecessors.",
-        *("", *(f"![{Path(name).stem}]({name})\n" for name in pictures)),
+        *("", "## Figures", ""),
+        "Each point of a curve is the mean over a twentieth of the training; the line is the seeds' mean, the band "
+        "their range. During the curriculum, some blocks of the variants with injection get right predecessors.",
+        *("", *(f"![{Path(name).stem}]({name})\n" for name in figures)),
     ]
     return "\n".join(lines).rstrip() + "\n"

@@ -1,34 +1,35 @@
-"""The report of an ablation: tables, orderings with their intervals, pictures.
+"""The report of an ablation: tables, orderings with their intervals, figures.
 
     python -m specforge_dspine.ablate.report --ablation runs/ablation [--out DIR] [--note TEXT]
 
 Reads what ``specforge_dspine.ablate`` has finished so far, and writes ablation.md, ablation.json (every number, no
-tokens) and pictures into ``--out`` (default: the ablation's folder). Runs that are not finished are named and left
-out. The paper's own numbers stand beside ours and say so.
+tokens) and figures into ``--out`` (default: the ablation's folder). Runs that are not finished are named and left
+out. The paper's numbers stand beside ours, labeled as the paper's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specforge_dspine.ablate.figures import LABELS, draw_all
-from specforge_dspine.ablate.markdown import PAPER, PAPER_LABEL, PAPER_SETS, UNDISTURBED, interval, markdown
-from specforge_dspine.ablate.runs import INPUTS, SPEED, Place
-from specforge_dspine.ablate.statistics import Counts, Tau, count, differences, smoothed, taus, verdict
+from specforge_dspine.ablate.figures import LABELS, draw_figures
+from specforge_dspine.ablate.inputs import INPUTS
+from specforge_dspine.ablate.markdown import PAPER, PAPER_LABEL, PAPER_SETS, UNDISTURBED, markdown
+from specforge_dspine.ablate.runs import SPEED, VariantRun
+from specforge_dspine.ablate.statistics import Counts, count, differences, smoothed, taus, verdict
 from specforge_dspine.ablate.variants import VARIANTS
 from specforge_dspine.decoding.loop import Trace
 from specforge_dspine.evaluation.bootstrap import RESAMPLES
 from specforge_dspine.evaluation.metrics import acceptance_by_position
 from specforge_dspine.evaluation.results import ROUNDS, traces_of
 from specforge_dspine.training.run_logger import METRICS_FILE
+from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.files import atomic_write, read_json, read_jsonl, write_json
+from specforge_dspine.utils.tables import estimate, number
 
 BINS = 20  # of a curve
 ORDERINGS = (
@@ -42,82 +43,75 @@ ORDERINGS = (
 )
 
 
-def finished(folder: Path) -> tuple[dict[str, list[Place]], list[str]]:
-    """The finished runs of each variant, by seed, and the names of others.
+class ReportOptions(Options):
+    """Options of the report."""
 
-    Raises:
-        ValueError: ``folder`` holds no ablation.
-    """
+    ablation: Path = option("--out of specforge_dspine.ablate")
+    out: Path | None = option("folder of the report; default: the ablation's", default=None)
+    note: str = option("first words of the page: what made it, and beside what", default="")
+
+
+def finished_runs(folder: Path) -> tuple[dict[str, list[VariantRun]], list[str]]:
+    """The finished runs of each variant, by seed, and the names of the others."""
     if not (folder / INPUTS).is_file():
         raise ValueError(f"{folder} holds no {INPUTS}: is it the --out of specforge_dspine.ablate?")
-    runs: dict[str, list[Place]] = {}
+    finished: dict[str, list[VariantRun]] = {}
     others = []
     given = read_json(folder / INPUTS)["variants"]
     for variant in [*(name for name in VARIANTS if name in given), *(name for name in given if name not in VARIANTS)]:
         seeds = sorted(int(path.name.removeprefix("seed")) for path in (folder / variant).glob("seed*"))
-        for place in (Place(folder, variant, seed) for seed in seeds):
-            if place.evaluated:
-                runs.setdefault(variant, []).append(place)
+        for run in (VariantRun(folder, variant, seed) for seed in seeds):
+            if run.evaluated:
+                finished.setdefault(variant, []).append(run)
             else:
-                others.append(str(place))
-    return runs, others
+                others.append(str(run))
+    return finished, others
 
 
-def answers(places: Sequence[Place]) -> dict[str, list[list[Trace]]]:
-    """The greedy answers of several seeds, by set."""
-    found = [traces_of(read_jsonl(place.evaluation / ROUNDS), 0.0) for place in places]
-    return {name: [each[name] for each in found] for name in found[0]}
-
-
-def logged(place: Place) -> list[dict[str, float]]:
-    """The logged steps of a run."""
-    lines = (place.run / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    return [values for values in map(json.loads, lines) if "loss" in values]  # others: held-out samples
+def traces_by_set(runs: Sequence[VariantRun]) -> dict[str, list[list[Trace]]]:
+    """The greedy responses of several seeds, by set."""
+    traces = [traces_of(read_jsonl(run.evaluation / ROUNDS), 0.0) for run in runs]
+    return {name: [each[name] for each in traces] for name in traces[0]}
 
 
 def curve(lines: Sequence[dict[str, float]], name: str) -> dict[str, float]:
-    """A metric over the steps; τ is the one of the output that decoding uses."""
+    """A metric over the steps; τ is that of the output which decoding uses."""
     used = f"refined_{name}" if name == "tau" and f"refined_{name}" in lines[0] else name
     points = smoothed([int(line["step"]) for line in lines], [line[used] for line in lines], BINS)
     return {str(step): value for step, value in points.items()}
 
 
 def step_seconds(lines: Sequence[dict[str, float]]) -> list[float]:
-    """Of optimizer steps, as SpecForge measured them between two logged ones; the first holds the start.
-
-    Raises:
-        ValueError: there are no two.
-    """
+    """Seconds of optimizer steps, as SpecForge measured them between two logged ones; the first includes start-up."""
     if len(lines) < 2:
         raise ValueError(f"{len(lines)} steps were logged; a report needs two: set training.log_interval lower")
     return [line["perf/optimizer_step_time_s"] for line in lines[1:]]
 
 
-def variant_entry(places: Sequence[Place], traces: dict[str, list[list[Trace]]], counts: Counts) -> dict[str, Any]:
-    """What the report says of one variant."""
-    seeds = range(len(places))
+def variant_entry(runs: Sequence[VariantRun], traces: dict[str, list[list[Trace]]], counts: Counts) -> dict[str, Any]:
+    """The report's entry of one variant."""
     proposals = next(len(trace.rounds[0].proposed) for each in traces.values() for trace in each[0] if trace.rounds)
-    pooled = [[trace for each in traces.values() for trace in each[seed]] for seed in seeds]
-    lines = [logged(place) for place in places]
-    seconds = [step_seconds(each) for each in lines]
-    found = taus(counts)
+    pooled = [[trace for each in traces.values() for trace in each[seed]] for seed in range(len(runs))]
+    logs = [[line for line in read_jsonl(run.run / METRICS_FILE) if "loss" in line] for run in runs]  # no held-out
+    seconds = [step_seconds(log) for log in logs]
+    tau = taus(counts)
     return {
-        "seeds": [place.seed for place in places],
-        "tau": {name: each.to_json() for name, each in found.items() if name},
-        "tau_mean_over_sets": found[""].to_json(),
+        "seeds": [run.seed for run in runs],
+        "tau": {name: each.to_json() for name, each in tau.items() if name},
+        "tau_mean_over_sets": tau[""].to_json(),
         "rounds": int(sum(each[..., 1].sum() for each in counts.values())),
         "acceptance_by_position": [acceptance_by_position(each, proposals) for each in pooled],
-        "steps": int(lines[0][-1]["step"]),
+        "steps": int(logs[0][-1]["step"]),
         "seconds_per_step": {
             "undisturbed": float(np.quantile(np.concatenate(seconds), UNDISTURBED)),
             "per_seed_median": [float(np.median(each)) for each in seconds],
         },
-        "curves": {name: [curve(each, name) for each in lines] for name in LABELS},
+        "curves": {name: [curve(log, name) for log in logs] for name in LABELS},
     }
 
 
-def comparison(above: str, below: str, a: dict[int, Counts], b: dict[int, Counts]) -> dict[str, Any]:
-    """Whether ``above`` really is above ``below``, on the seeds that both have."""
+def ordering_entry(above: str, below: str, a: dict[int, Counts], b: dict[int, Counts]) -> dict[str, Any]:
+    """Whether ``above`` is above ``below``, on the seeds that both have."""
     seeds = sorted(a.keys() & b.keys())
     both = [{name: np.concatenate([own[seed][name] for seed in seeds]) for name in own[seeds[0]]} for own in (a, b)]
     found = differences(*both)
@@ -131,80 +125,59 @@ def comparison(above: str, below: str, a: dict[int, Counts], b: dict[int, Counts
     }
     if above in PAPER and below in PAPER:
         pairs = zip(PAPER_SETS, PAPER[above], PAPER[below], strict=True)
-        entry["paper"] = {name: round(mine - other, 2) for name, mine, other in pairs}
+        entry["paper"] = {name: round(high - low, 2) for name, high, low in pairs}
     return entry
 
 
 def gather(folder: Path) -> dict[str, Any]:
-    """What ablation.json holds.
-
-    Raises:
-        ValueError: there is no ablation, no finished run in it, or runs that cannot be compared.
-    """
-    runs, others = finished(folder)
+    """The content of ablation.json."""
+    runs, others = finished_runs(folder)
     if not runs:
         raise ValueError(f"no run of {folder} is finished; the ablation's command continues it")
     entries, counts = {}, {}
-    for variant, places in runs.items():
-        traces = answers(places)
-        of_seeds = {name: count(each) for name, each in traces.items()}
-        entries[variant] = variant_entry(places, traces, of_seeds)
+    for variant, of_variant in runs.items():
+        traces = traces_by_set(of_variant)
+        by_set = {name: count(each) for name, each in traces.items()}
+        entries[variant] = variant_entry(of_variant, traces, by_set)
         counts[variant] = {
-            place.seed: {name: each[k : k + 1] for name, each in of_seeds.items()} for k, place in enumerate(places)
+            run.seed: {name: each[k : k + 1] for name, each in by_set.items()} for k, run in enumerate(of_variant)
         }
     orderings = [(a, b) for a, b in ORDERINGS if a in runs and b in runs and counts[a].keys() & counts[b].keys()]
-    speeds = {json.dumps(read_json(place.folder / SPEED)) for places in runs.values() for place in places}
+    speeds = {json.dumps(read_json(run.folder / SPEED)) for of_variant in runs.values() for run in of_variant}
     return {
         "inputs": read_json(folder / INPUTS),
         "not_finished": others,
         "interval": f"bootstrap over prompts and seeds, {RESAMPLES} resamples, paired between variants",
         "machine": [json.loads(each) for each in sorted(speeds)],
         "variants": entries,
-        "orderings": [comparison(a, b, counts[a], counts[b]) for a, b in orderings],
+        "orderings": [ordering_entry(a, b, counts[a], counts[b]) for a, b in orderings],
         "paper": {"label": PAPER_LABEL, "sets": PAPER_SETS, "tau": {n: PAPER[n] for n in runs if n in PAPER}},
     }
 
 
-def make_report(folder: Path, out: Path, note: str = "") -> dict[str, Any]:
-    """Write the report of the ablation in ``folder`` into ``out``; its first words are the ``note``.
-
-    Raises:
-        ValueError: as ``gather``.
-    """
-    report = {"note": note} | gather(folder)
-    out.mkdir(parents=True, exist_ok=True)
+def make_report(options: ReportOptions) -> str:
+    """Write the report; returns a summary."""
+    out = options.out or options.ablation
+    report = {"note": options.note} | gather(options.ablation)
     write_json(out / "ablation.json", report)
-    pictures = draw_all(report, out)
+    page = markdown(report, draw_figures(report, out))
     with atomic_write(out / "ablation.md") as file:
-        file.write(markdown(report, pictures).encode())
-    return report
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status (see the module's text)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specforge_dspine.ablate.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--ablation", type=Path, required=True, help="--out of specforge_dspine.ablate")
-    parser.add_argument("--out", type=Path, help="default: the same folder")
-    parser.add_argument("--note", default="", help="first words of the page: what made it, and beside what")
-    args = parser.parse_args(argv)
-    out = args.out or args.ablation
-    try:
-        report = make_report(args.ablation, out, args.note)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        file.write(page.encode())
+    lines = []
     for name, entry in report["variants"].items():
         mean = entry["tau_mean_over_sets"]
-        print(f"τ {name:<16} {mean['value']:.3f}  [{interval(mean['interval_95'])}]")
+        lines.append(f"τ {name:<16} {estimate(mean['value'], mean['interval_95'])}")
     for entry in report["orderings"]:
-        found = Tau(*entry["difference"].values())
-        print(f"{entry['above']} > {entry['below']}: {found.value:+.3f}, {entry['verdict']}")
-    print(f"written: {out}/ablation.md, {out}/ablation.json")
-    return 0
+        difference = number(entry["difference"]["value"], "+.3f")
+        lines.append(f"{entry['above']} > {entry['below']}: {difference}, {entry['verdict']}")
+    return "\n".join([*lines, f"written: {out}/ablation.md, {out}/ablation.json"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(
+        Command(ReportOptions, make_report), argv, module="specforge_dspine.ablate.report", doc=__doc__
+    )
 
 
 if __name__ == "__main__":

@@ -2,218 +2,154 @@
 
 from __future__ import annotations
 
-import argparse
-import json
+import contextlib
+import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
-from specforge_dspine.ablate.variants import Variant
-from specforge_dspine.evaluation.benchmarks import open_sets
+import torch
+
+from specforge_dspine.ablate.variants import VARIANTS
+from specforge_dspine.evaluation.benchmarks import SYNTAX
 from specforge_dspine.evaluation.results import RESULT
 from specforge_dspine.formats.config_json import CONFIG
 from specforge_dspine.training.recipe import Recipe
-from specforge_dspine.training.resume_contract import data_identity
 from specforge_dspine.training.run_checkpoints import checkpoint_folders, newest_complete
 from specforge_dspine.training.run_dir import exclusive
 from specforge_dspine.training.run_logger import METRICS_FILE
+from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.errors import RecipeError
-from specforge_dspine.utils.files import read_json, write_json
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import write_json
 from specforge_dspine.utils.machine import processor
 from specforge_dspine.utils.stages import Stages
-from specforge_dspine.utils.versions import VERSION, installed
 
-INPUTS, SPEED = "inputs.json", "speed.json"
+logger = logging.getLogger(__name__)
+
+SPEED = "speed.json"
 LAYOUT = "specforge"  # every variant has it, and it is the last that a run exports
-OWN = {  # what a recipe says of a run alone, or of a place: not the ablation's inputs
-    "": ("run_id", "output_dir"),
-    "training": ("seed",),
-    "data": ("hidden_states_path", "prompts_path", "cache_dir"),
-    "model": ("target_model_path",),
-}
 
 
-class Place:
-    """Where one run of an ablation is, and how far it has come."""
+class AblateOptions(Options):
+    """Options of an ablation."""
 
-    def __init__(self, out: Path, variant: str, seed: int) -> None:
-        self.variant, self.seed = variant, seed
-        self.folder = out / variant / f"seed{seed}"
+    recipe: Path = option("recipe to vary")
+    out: Path = option("folder for runs, evaluations and the report")
+    variants: tuple[str, ...] = option("default: all", default=tuple(VARIANTS), metavar="NAME")
+    seeds: tuple[int, ...] = option("of the trainings", default=(1, 2, 3), metavar="N")
+    sets: tuple[str, ...] = option(SYNTAX, metavar="SET")
+    max_new_tokens: int = option("tokens of a response", default=256, ge=1)
+    limit: int | None = option("prompts of each set; default: all", default=None, ge=1)
+    max_parallel: int = option("runs at a time", default=1 if torch.cuda.is_available() else 2, ge=1)
+    threads: int | None = option("CPU threads of each run; default: its share of the cores", default=None, ge=1)
+
+
+class VariantRun:
+    """The training of a variant with a seed, and its evaluation: where both are, and how far they have come."""
+
+    def __init__(self, ablation: Path, variant: str, seed: int, overrides: Sequence[str] = ()) -> None:
+        self.variant, self.seed, self.overrides = variant, seed, overrides
+        self.folder = ablation / variant / f"seed{seed}"
         self.run, self.evaluation = self.folder / "run", self.folder / "evaluation"
         self.draft = self.run / "export" / LAYOUT
-
-    @property
-    def trained(self) -> bool:
-        """An export appears whole, when the run has ended."""
-        return (self.draft / CONFIG).is_file()
-
-    @property
-    def evaluated(self) -> bool:
-        """The result is the last that an evaluation writes."""
-        return (self.evaluation / RESULT).is_file()
 
     def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}"
 
+    @property
+    def trained(self) -> bool:
+        """Whether the training has ended; the export is its last step."""
+        return (self.draft / CONFIG).is_file()
 
-class Progress:
-    """Says what is done of how much, and how long the rest may take, from the parts that were seen to end."""
+    @property
+    def evaluated(self) -> bool:
+        """Whether the evaluation has ended; its result is written last."""
+        return (self.evaluation / RESULT).is_file()
 
-    def __init__(self, places: Sequence[Place], at_once: int) -> None:
-        self.left = {"train": 0, "evaluate": 0}
-        for place in places:
-            self.left["train"] += not place.trained
-            self.left["evaluate"] += not place.evaluated
-        self.all, self.at_once = 2 * len(places), at_once
-        self.seconds: dict[str, list[float]] = {kind: [] for kind in self.left}
-        self._lock = threading.Lock()
+    def train(self, stages: Stages, recipe: Path, threads: int) -> None:
+        """Train to the end, from the newest checkpoint if there is one."""
+        log, run_id = self.run / METRICS_FILE, f"{self.variant}-seed{self.seed}"
+        resume = bool(checkpoint_folders(self.run)) or (log.exists() and log.stat().st_size > 0)
+        if resume:
+            with exclusive(self.run):
+                try:
+                    newest_complete(self.run, run_id)
+                except RecipeError:  # it was killed while it wrote the first checkpoint
+                    shutil.rmtree(self.run)
+                    resume = False
+        stages.run(
+            "specforge_dspine.train",
+            *("--recipe", recipe, *self.overrides, f"training.seed={self.seed}"),
+            *(f"run_id={run_id}", f"output_dir={self.run}", *(("--resume",) if resume else ())),
+            name=f"train {self}",
+            threads=threads,
+            log=self.folder / "train.log",
+        )
 
-    def done(self, kind: str, place: Place, seconds: float) -> None:
-        """A part of this ``kind`` ended."""
-        with self._lock:
-            self.left[kind] -= 1
-            self.seconds[kind].append(seconds)
-            done = self.all - sum(self.left.values())
-            print(f"\n[{done} of {self.all} done, {self.remaining()}] {place}: {kind} {seconds:.0f} s", flush=True)
-
-    def remaining(self) -> str:
-        """How long the rest may take."""
-        if any(count and not self.seconds[kind] for kind, count in self.left.items()):
-            return "time left unknown"
-        means = {kind: sum(seen) / len(seen) for kind, seen in self.seconds.items() if seen}
-        seconds = sum(means.get(kind, 0) * count for kind, count in self.left.items()) / self.at_once
-        return f"about {seconds / 60:.0f} min left"
-
-
-def inputs_of(recipe: Recipe, overridden: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """What all runs of an ablation depend on: data, target and sets by content; ``overridden``: the ``dspine``
-    section of each variant.
-
-    Raises:
-        ValueError: a set that cannot be read.
-    """
-    document = recipe.resolved()
-    for section, keys in OWN.items():
-        values = document[section] if section else document
-        for key in keys:
-            values.pop(key, None)
-    del document["dspine"]  # every variant has its own
-    return {
-        "recipe": document,
-        "variants": overridden,
-        "data": data_identity(recipe.host),
-        "target": model_fingerprint(Path(recipe.host.model.target_model_path)),
-        "sets": {
-            each.name: {"prompts": len(each.prompts), "sha256": each.sha256()}
-            for each in open_sets(options.sets, options.limit)
-        },
-        "max_new_tokens": options.max_new_tokens,
-        "versions": {name: installed(name) for name in ("torch", "transformers", "specforge")}
-        | {"specforge_dspine": VERSION},
-    }
-
-
-def check_apart(overridden: dict[str, dict[str, Any]]) -> None:
-    """Are the variants different trainings, and is the full one full?
-
-    Raises:
-        ValueError: two are the same, or the recipe itself is a variant.
-    """
-    seen: dict[str, str] = {}
-    for name, section in overridden.items():
-        twin = seen.setdefault(json.dumps(section, sort_keys=True), name)
-        if twin != name:
-            raise ValueError(
-                f"variants {twin} and {name} are the same training with this recipe; give --variants without one of "
-                "them, or a recipe whose dspine section leaves the method whole"
-            )
-
-
-def claim(out: Path, inputs: dict[str, Any]) -> None:
-    """Make ``out`` this ablation's, or add the variants that are new to it.
-
-    Raises:
-        ValueError: it belongs to other inputs; all that differs is named.
-    """
-    path = out / INPUTS
-    if path.exists():
-        before = read_json(path)
-        known = before["variants"]
-        then = before | {"variants": {name: known[name] for name in inputs["variants"] if name in known}}
-        now = inputs | {"variants": {name: inputs["variants"][name] for name in then["variants"]}}
-        if differing := list(differences(then, now)):
-            raise ValueError(
-                f"{out} holds an ablation of other inputs ({'; '.join(differing)}); restore them, or use a new --out"
-            )
-        inputs = inputs | {"variants": known | inputs["variants"]}
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(path, inputs)
-
-
-def differences(then: Any, now: Any, name: str = "") -> Iterable[str]:
-    """What of two nested JSON values differs, by its dotted name."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in [*then, *(key for key in now if key not in then)]:
-            yield from differences(then.get(key, "absent"), now.get(key, "absent"), f"{name}.{key}" if name else key)
-    elif then != now:
-        yield f"{name} was {then} and is {now}"
-
-
-def train(stages: Stages, recipe: Path, variant: Variant, place: Place, threads: int) -> None:
-    """Train ``place``'s run to its end, or continue what a stopped command left of it.
-
-    Raises:
-        StageError: the training failed.
-    """
-    log = place.run / METRICS_FILE
-    started = bool(checkpoint_folders(place.run)) or (log.exists() and log.stat().st_size > 0)
-    run_id = f"{variant.name}-seed{place.seed}"
-    if started:
-        with exclusive(place.run):
-            try:
-                newest_complete(place.run, run_id)
-            except RecipeError:  # the kill came while the first checkpoint was written
-                shutil.rmtree(place.run)
-                started = False
-    stages.run(
-        "specforge_dspine.train",
-        *("--recipe", recipe, *variant.overrides, f"training.seed={place.seed}"),
-        *(f"run_id={run_id}", f"output_dir={place.run}", *(("--resume",) if started else ())),
-        name=f"train {place}",
-        threads=threads,
-        log=place.folder / "train.log",
-    )
-
-
-def perform(
-    stages: Stages, options: argparse.Namespace, recipe: Recipe, variant: Variant, place: Place, progress: Progress
-) -> None:
-    """Train and evaluate one run, as far as that is not done.
-
-    Raises:
-        StageError: one of the two failed.
-    """
-    threads = options.threads or max(1, (os.cpu_count() or 1) // options.at_once)
-    place.folder.mkdir(parents=True, exist_ok=True)
-    if not place.trained:
-        began = time.monotonic()
-        write_json(place.folder / SPEED, {"processor": processor(), "threads": threads, "at_once": options.at_once})
-        train(stages, options.recipe, variant, place, threads)
-        progress.done("train", place, time.monotonic() - began)
-    if not place.evaluated:
-        began = time.monotonic()
+    def evaluate(self, stages: Stages, options: AblateOptions, target: str, threads: int) -> None:
+        """Evaluate the trained draft, from where a stopped evaluation ended."""
         stages.run(
             "specforge_dspine.evaluate",
-            *("--draft", place.draft, "--target", recipe.host.model.target_model_path, "--sets", *options.sets),
-            *("--max-new-tokens", options.max_new_tokens, "--out", place.evaluation),
+            *("--draft", self.draft, "--target", target, "--sets", *options.sets),
+            *("--max-new-tokens", options.max_new_tokens, "--out", self.evaluation),
             *(("--limit", options.limit) if options.limit else ()),
-            name=f"evaluate {place}",
+            name=f"evaluate {self}",
             threads=threads,
-            log=place.folder / "evaluate.log",
+            log=self.folder / "evaluate.log",
         )
-        progress.done("evaluate", place, time.monotonic() - began)
+
+
+class Progress:
+    """How much of all trainings and evaluations is done, and how long the rest may take."""
+
+    def __init__(self, runs: Sequence[VariantRun], max_parallel: int) -> None:
+        trained, evaluated = sum(run.trained for run in runs), sum(run.evaluated for run in runs)
+        self.left = {"train": len(runs) - trained, "evaluate": len(runs) - evaluated}
+        self.total, self.max_parallel = 2 * len(runs), max_parallel
+        self.seconds: dict[str, list[float]] = {part: [] for part in self.left}
+        self._lock = threading.Lock()
+        logger.info("%d of %d parts are done already", self.done, self.total)
+
+    @property
+    def done(self) -> int:
+        """Number of parts that are done."""
+        return self.total - sum(self.left.values())
+
+    @contextlib.contextmanager
+    def part(self, part: str, run: VariantRun) -> Iterator[None]:
+        """Time a part of a run ("train" or "evaluate"), and log it at its end."""
+        started = time.monotonic()
+        yield
+        with self._lock:
+            self.left[part] -= 1
+            self.seconds[part].append(time.monotonic() - started)
+            message = f"[{self.done} of {self.total} done, {self.time_left()}] {run}: {part}"
+            logger.info("\n%s %.0f s", message, self.seconds[part][-1])
+
+    def time_left(self) -> str:
+        """An estimate from the mean time of each kind of part."""
+        open_parts = {part: count for part, count in self.left.items() if count}
+        if not all(self.seconds[part] for part in open_parts):
+            return "time left unknown"
+        total = sum(count * fmean(self.seconds[part]) for part, count in open_parts.items())
+        return f"about {total / self.max_parallel / 60:.0f} min left"
+
+
+def train_and_evaluate(
+    stages: Stages, options: AblateOptions, recipe: Recipe, run: VariantRun, progress: Progress
+) -> None:
+    """Train and evaluate one run, as far as that is not done."""
+    threads = options.threads or max(1, (os.cpu_count() or 1) // options.max_parallel)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if not run.trained:
+        speed = {"processor": processor(), "threads": threads, "max_parallel": options.max_parallel}
+        write_json(run.folder / SPEED, speed)
+        with progress.part("train", run):
+            run.train(stages, options.recipe, threads)
+    if not run.evaluated:
+        with progress.part("evaluate", run):
+            run.evaluate(stages, options, recipe.host.model.target_model_path, threads)

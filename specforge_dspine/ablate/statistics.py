@@ -1,13 +1,13 @@
-"""What an ablation's rounds say: τ of a variant, differences of two, and whether an ordering shows.
+"""Statistics of an ablation: τ of a variant, differences of two, and whether an ordering shows.
 
 With n_p tokens and m_p rounds of prompt p, for one set and one seed, and S seeds:
 
     τ_set = 1/S Σ_seeds (Σ_p n_p / Σ_p m_p),    τ = mean over sets of τ_set,    d(a, b) = τ(a) − τ(b)
 
-Intervals draw prompts of each set with replacement, and seeds. A draw is the same for every variant, so that
-differences are paired: the same prompts, the same seeds. A bootstrap over few seeds understates what other seeds
-would do (over S of them it has (S − 1)/S of the variance, and no wide tails), so an ordering is only called shown if
-Student's 95 % interval over the seeds' differences, with S − 1 degrees of freedom, leaves 0 out as well.
+Intervals resample the prompts of each set, and the seeds. All variants see the same draws, so that differences are
+paired. A bootstrap over few seeds understates their spread: with S seeds it has (S − 1)/S of the variance, and no
+wide tails. So an ordering is only called shown if Student's 95 % interval over the seeds' differences, with S − 1
+degrees of freedom, excludes 0 as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specforge_dspine.evaluation.bootstrap import LEVEL, estimate
 from specforge_dspine.evaluation.metrics import by_prompt
 
 Counts = dict[str, np.ndarray]
-"""Of a variant, by set: tokens and rounds [S, P, 2] of each seed and prompt, seeds and prompts in the same order."""
+"""Tokens and rounds [S, P, 2] of a variant's seeds and prompts, by set; all sets have the seeds in the same order."""
 
 SHOWS, UNRESOLVED, REVERSED = "shows", "not resolved", "reversed"
 
@@ -37,15 +37,15 @@ class Tau(NamedTuple):
     per_seed: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As the report holds it."""
+        """The entry of ablation.json."""
         return {"value": self.value, "interval_95": list(self.interval), "per_seed": list(self.per_seed)}
 
 
 def count(traces: Sequence[Sequence[Trace]]) -> np.ndarray:
-    """Tokens and rounds [S, P, 2] by prompt, from the answers of each seed to one set.
+    """Tokens and rounds [S, P, 2] by prompt, from each seed's responses to one set.
 
     Raises:
-        ValueError: two seeds answered different prompts, or none has an answer with a round.
+        ValueError: two seeds have different prompts, or no response has a round.
     """
     sums = [by_prompt(answers) for answers in traces]
     names = list(sums[0])
@@ -54,7 +54,7 @@ def count(traces: Sequence[Sequence[Trace]]) -> np.ndarray:
             "evaluations to be compared hold different prompts; evaluate the same sets with the same limit"
         )
     if not names:
-        raise ValueError("a set holds no answer of two tokens or more, and so no round; leave it out")
+        raise ValueError("a set holds no response of two tokens or more, and so no round; leave it out")
     return np.array([[own[name] for name in names] for own in sums], dtype=float)
 
 
@@ -114,7 +114,7 @@ def differences(a: Counts, b: Counts) -> dict[str, Tau]:
 
 
 def verdict(difference: Tau) -> str:
-    """Is a above b? Both of its intervals have to leave 0 out: over prompts and seeds, and over seeds alone."""
+    """Whether a is above b: both intervals must exclude 0, that over prompts and seeds and that over seeds alone."""
     seeds = np.array(difference.per_seed)
     if len(seeds) < 2:
         return UNRESOLVED
@@ -127,7 +127,7 @@ def verdict(difference: Tau) -> str:
 
 
 def smoothed(steps: Sequence[int], values: Sequence[float], bins: int) -> Mapping[int, float]:
-    """Means over ``bins`` equal stretches of the steps, by the stretch's last step."""
+    """Means over ``bins`` equal ranges of the steps, by each range's last step."""
     found = {}
     for part in np.array_split(np.arange(len(steps)), min(bins, len(steps))):
         found[int(steps[part[-1]])] = float(np.mean([values[k] for k in part]))

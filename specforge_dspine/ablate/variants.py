@@ -1,14 +1,14 @@
-"""The variants of a recipe that ablations compare: each is the recipe and overrides of its ``dspine:`` section.
+"""The variants of a recipe that ablations compare, each with overrides of the recipe's ``dspine:`` section.
 
     table 2   full             the recipe as it is
-              no-refinement    with injection; its last write is not redone with the chosen token, nor is that trained
+              no-refinement    with injection; the last write is neither repeated with the chosen token nor trained
               no-injection     block-causal, with layer alignment; without injection there is nothing to refine
               dflash           bidirectional blocks trained by cross-entropy alone
     table 3   dflash-none      the same bidirectional backbone, trained by the recipe's distillation
-              dflash-ce        ... and every layer has to classify the token
+              dflash-ce        ... and every layer classifies the token
               dflash-cosine    ... and every layer is aligned with the token's code
 
-One's own is given as ``NAME:key=value,key=value``, such as ``narrow:dspine.message_size=32``.
+A custom variant is ``NAME:key=value,key=value``, such as ``narrow:dspine.message_size=32``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLAIN = ("dspine.causal=off", *WITHOUT_INJECTION)  # DFlash's backbone
 
 
 class Variant(NamedTuple):
-    """A name, and what the recipe is overridden with."""
+    """A name, and overrides of the recipe."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -45,11 +45,7 @@ BETWEEN = r",(?=[\w.]+=)"  # two overrides, not the entries of a list
 
 
 def parse_variants(words: Sequence[str]) -> list[Variant]:
-    """The variants that the command line names.
-
-    Raises:
-        ValueError: an unknown or impossible name, or one given twice.
-    """
+    """The variants that the command line names; a ValueError names the one that is unknown, invalid or repeated."""
     found: dict[str, Variant] = {}
     for word in words:
         name, colon, overrides = word.partition(":")
@@ -57,14 +53,13 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
             raise ValueError(f"variant {word!r} is unknown: use {', '.join(VARIANTS)}, or NAME:key=value,key=value")
         if colon and (name in VARIANTS or not NAME.fullmatch(name) or not overrides):
             raise ValueError(
-                f"variant {word!r}: NAME:key=value,key=value needs a name of its own (letters, digits and .-_), and "
-                "what to override"
+                f"variant {word!r}: NAME:key=value,key=value needs a new name (letters, digits and .-_) and overrides"
             )
         others = [each for each in re.split(BETWEEN, overrides) if colon and not each.startswith("dspine.")]
         if others:
             raise ValueError(
-                f"variant {word!r}: {', '.join(others)} is none of the dspine section; data, target, seeds and "
-                "budget are the same for all variants, by the recipe"
+                f"variant {word!r}: {', '.join(others)} is not in the dspine section; data, target, seeds and "
+                "budget come from the recipe and are the same for all variants"
             )
         if name in found:
             raise ValueError(f"variant {name!r} occurs twice")

@@ -1,40 +1,67 @@
-"""What DSpine's training costs, as ratios to SpecForge's own steps: one table, one JSON file.
+"""A benchmark of DSpine's training cost, as ratios to SpecForge's own steps: one table, one JSON file.
 
     python -m specforge_dspine.bench [--device cpu|cuda] [--size small|qwen3_8b] [--dry-run] [--out FILE.json]
 
-Steps, where their time goes, the objective's peak memory with and without chunks, and rounds of decoding; at
-SmolLM2-135M's sizes on a CPU, at Qwen3-8B's on a GPU. Nothing is downloaded. A section that fails, or finds the
-budget used up, says so and the next one runs; the file is rewritten after each. Goals are notes: the exit status is 1
-only where a section failed or a check is off.
+Measures steps, the time of their pieces, the objective's peak memory with and without chunks, and rounds of decoding;
+at SmolLM2-135M's sizes on a CPU, at Qwen3-8B's on a GPU. Nothing is downloaded. A section that fails or finds no time
+left is reported as such, and the next one runs; the file is rewritten after each. Goals are notes: the exit status is
+1 only if a section failed or a check found a mismatch.
 
 On a GPU (`--device cuda --size qwen3_8b`) torch, triton, transformers, safetensors and pydantic are needed, and
 SpecForge's own modules without what it requires: `pip install --no-deps specforge==0.2.0`. There the conformance
-check runs on the card too. `--dry-run` walks through all of that at toy size on a CPU.
+check runs on the GPU too. `--dry-run` walks through all of that at toy size on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from specforge_dspine.bench.models import SIZES, Bench, Sizes
-from specforge_dspine.bench.sections import CARD_SECTIONS, GOALS, SECTIONS, Plan, Row, Section
+from specforge_dspine.bench.checks import attention_section, conformance_section, shapes_section
+from specforge_dspine.bench.decode_timing import decoding_section
+from specforge_dspine.bench.models import SIZES, Bench
+from specforge_dspine.bench.section import Plan, Section
+from specforge_dspine.bench.step_timing import memory_section, steps_section, time_section, transfer_section
+from specforge_dspine.utils.cli import Command, Options, option, run_command
+from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.files import write_json
 from specforge_dspine.utils.machine import machine
 
 ROUNDS = {"cpu": (2, 15), "cuda": (3, 10), "dry": (1, 2)}  # warm-up, measured
+# Gradients stay on throughout, so that FlexAttention is compiled once.
+SECTIONS: dict[str, Callable[[Plan], Section]] = {
+    "shapes": shapes_section,
+    "conformance": conformance_section,
+    "transfer space": transfer_section,
+    "steps": steps_section,
+    "time": time_section,
+    "memory": memory_section,
+    "attention": attention_section,
+    "decoding": decoding_section,
+}
+GPU_SECTIONS = frozenset({"conformance", "attention"})  # on a GPU, and in dry runs
+
+
+class BenchOptions(Options):
+    """Options of the benchmark."""
+
+    device: Literal["cpu", "cuda"] = option("where to measure", default="cpu")
+    size: Literal["small", "qwen3_8b"] = option("of the models", default="small")
+    dry_run: bool = option("every section at toy size, on the CPU", default=False)
+    budget_s: float = option("seconds after which no section starts", default=240.0, ge=0)
+    out: Path = option("JSON file of the report", default=Path("runs/bench.json"))
 
 
 def run_section(name: str, plan: Plan) -> tuple[str, Section]:
-    """The section's status and what it found."""
+    """Run a section; returns its status and content."""
     if plan.left() <= 0:
         return "not run: out of time", Section()
     try:
@@ -42,100 +69,77 @@ def run_section(name: str, plan: Plan) -> tuple[str, Section]:
     except Exception as error:  # whatever it is, the others still run
         traceback.print_exc()
         return f"failed: {type(error).__name__}: {error}".splitlines()[0], Section(failed=True)
-    return "off" if section.failed else "ok", section
+    return "MISMATCH" if section.failed else "ok", section
 
 
 def table(report: dict[str, Any]) -> str:
     """The report as aligned text."""
     facts, sizes = report["machine"], report["sizes"]
-    chip = facts.get("gpu", f"{facts['cpu']}, {facts['threads']} threads")
+    device = facts.get("gpu", f"{facts['cpu']}, {facts['threads']} threads")
     lines = [
-        f"DSpine benchmark, {report['size']} sizes on {chip}, torch {facts['torch']}, load {facts['load_before']:.1f}"
+        f"DSpine benchmark, {report['size']} sizes on {device}, torch {facts['torch']}, "
+        f"load {facts['load_before']:.1f}"
         + (" (dry run: the seconds mean nothing)" if report["size"] == "toy" else ""),
         f"S={sizes['sequence']} N={sizes['anchors']} B={sizes['block']} L={sizes['layers']} T={sizes['taps']} "
         f"H={sizes['hidden']} V={sizes['vocab']} r={sizes['rank']} a={sizes['message']} K={sizes['top_k']}, "
         f"{sizes['chunk_blocks'] or 'all'} blocks of logits at a time, {sizes['dtype']}, {report['attention']}",
     ]
     entries = report["sections"].values()
-    width = max((len(row["quantity"]) for entry in entries for row in entry["rows"]), default=0)
+    width = max((len(line["quantity"]) for entry in entries for line in entry["lines"]), default=0)
     for name, entry in report["sections"].items():
         lines.append(f"\n{name}: {entry['status']} ({entry['seconds']:.1f} s)")
-        for row in entry["rows"]:
-            value = f"{row['value']:,}" if isinstance(row["value"], int) else f"{row['value']:.4g}"
-            lines.append(f"  {row['quantity']:<{width}}  {value:>14} {row['unit']:<4} {row['note']}".rstrip())
+        for line in entry["lines"]:
+            value = f"{line['value']:,}" if isinstance(line["value"], int) else f"{line['value']:.4g}"
+            lines.append(f"  {line['quantity']:<{width}}  {value:>14} {line['unit']:<4} {line['note']}".rstrip())
         lines.extend(f"  {key}: {text}" for key, text in entry["raw"].items() if isinstance(text, str))
     return "\n".join(lines)
 
 
-def goals(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """The measured goals: value, limit, and whether it is met."""
-    return {
-        row.quantity: {"value": row.value, "limit": GOALS[row.quantity], "met": row.value <= GOALS[row.quantity]}
-        for row in rows
-        if row.quantity in GOALS
-    }
-
-
-def measure(
-    size: str, device: torch.device, attention: str, *, dry: bool, budget_s: float, out: Path
-) -> dict[str, Any]:
-    """Run every section within the budget; the report, which ``out`` holds after each section."""
+def bench(options: BenchOptions) -> str:
+    """Run every section within the budget, and rewrite ``--out`` after each; returns the table."""
+    if options.device == "cuda" and not options.dry_run and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here; --dry-run walks through it on a CPU")
     started = time.monotonic()
-    sizes: Sizes = SIZES[size]
-    bench = Bench(sizes, device, attention)
-    warmup, rounds = ROUNDS["dry" if dry else device.type]
-    plan = Plan(bench, warmup, rounds, started, budget_s)
+    device = torch.device("cpu" if options.dry_run else options.device)
+    attention = "flex_attention" if device.type == "cuda" else "sdpa"
+    size = "toy" if options.dry_run else options.size
+    warmup, rounds = ROUNDS["dry" if options.dry_run else device.type]
+    plan = Plan(Bench(SIZES[size], device, attention), warmup, rounds, started, options.budget_s)
     report: dict[str, Any] = {
         "size": size,
         "attention": attention,
-        "sizes": asdict(sizes) | {"dtype": str(sizes.dtype).removeprefix("torch.")},
+        "sizes": asdict(SIZES[size]) | {"dtype": str(SIZES[size].dtype).removeprefix("torch.")},
         "machine": machine(device),
         "goals": {},
         "sections": {},
     }
+    failed = []
     for name in SECTIONS:
-        if name in CARD_SECTIONS and device.type != "cuda" and not dry:
+        if name in GPU_SECTIONS and device.type != "cuda" and not options.dry_run:
             continue
         start = time.monotonic()
         status, section = run_section(name, plan)
+        failed += [name] if section.failed else []
         report["sections"][name] = {
             "status": status,
             "seconds": time.monotonic() - start,
-            "rows": [asdict(row) for row in section.rows],
+            "lines": section.lines,
             "raw": section.raw,
         }
-        report["goals"] |= goals(section.rows)
+        report["goals"] |= section.goals
         report["machine"]["load_after"] = os.getloadavg()[0]
-        write_json(out, report)
+        write_json(options.out, report)
         print(f"{name}: {status}", file=sys.stderr, flush=True)
-    return report
+    text = f"{table(report)}\nwritten: {options.out}"
+    if failed:
+        print(text)
+        raise RunError(f"sections failed: {', '.join(failed)}")
+    return text
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status (see the module's text)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specforge_dspine.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--size", choices=("small", "qwen3_8b"), default="small")
-    parser.add_argument("--dry-run", action="store_true", help="every section at toy size, on the CPU")
-    parser.add_argument("--budget-s", type=float, default=240, help="no section starts after this (default 240)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench.json"), help="default runs/bench.json")
-    args = parser.parse_args(argv)
-    if args.device == "cuda" and not args.dry_run and not torch.cuda.is_available():
-        print("error: --device cuda: torch sees no GPU here; --dry-run walks through it on a CPU", file=sys.stderr)
-        return 2
-    device = torch.device("cpu" if args.dry_run else args.device)
-    attention = "flex_attention" if device.type == "cuda" else "sdpa"
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    size = "toy" if args.dry_run else args.size
-    report = measure(size, device, attention, dry=args.dry_run, budget_s=args.budget_s, out=args.out)
-    print(table(report))
-    print(f"written: {args.out}")
-    statuses = [entry["status"] for entry in report["sections"].values()]
-    return 1 if any(status == "off" or status.startswith("failed") for status in statuses) else 0
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(Command(BenchOptions, bench), argv, module="specforge_dspine.bench", doc=__doc__)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
-"""A round of decoding taken apart: backbone, candidates, transition cache, walk, the target's forward, its verdict.
+"""A round of decoding in pieces: backbone, candidates, transition cache, walk, the target's forward, verification.
 
-Draft and target work on a context of one whole sequence, of which the last few tokens are new to the draft, as after
-a round before. The target has random weights of its own, for its time does not depend on them. Refinement step by
-step, the cache's slow twin, runs on the same states.
+Draft and target work on a context of one whole sequence, whose last few tokens are new to the draft, as they are
+after every round. The target has random weights, for its time does not depend on them. ``stepwise``, the sequential
+reference implementation of cache and walk, runs on the same states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
-from specforge_dspine.bench.models import SEED, Bench, Sizes
+from specforge_dspine.bench.models import SEED, Bench, Sizes, draft_config
+from specforge_dspine.bench.section import Plan, Section, medians
 from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.last_write_refinement import refine_sequentially
@@ -25,47 +24,16 @@ from specforge_dspine.decoding.target_backends import ModelTarget
 from specforge_dspine.decoding.transition_cache import transition_cache
 from specforge_dspine.decoding.verification import verify
 
-NEW = 4  # context tokens that the round before accepted
+NEW = 4  # context tokens that the previous round accepted
 SAMPLING = Sampling(temperature=1.0)
 DRAFTING = ("backbone", "candidates", "cache", "walk")
 PIECES = (*DRAFTING, "target", "verify")
 
 
-@dataclass
-class RoundPieces:
-    """Seconds of the pieces of one round, sampled, and of ``stepwise``, which does what cache and walk do."""
-
-    backbone: float = 0.0
-    candidates: float = 0.0
-    cache: float = 0.0
-    walk: float = 0.0
-    target: float = 0.0
-    verify: float = 0.0
-    stepwise: float = 0.0
-
-    @property
-    def whole(self) -> float:
-        """Seconds of the round."""
-        return sum(getattr(self, name) for name in PIECES)
-
-    @property
-    def drafting(self) -> float:
-        """Seconds of what the draft does in it."""
-        return sum(getattr(self, name) for name in DRAFTING)
-
-
 def random_target(sizes: Sizes, device: torch.device) -> ModelTarget:
     """A target of these sizes."""
-    config = Qwen3Config(
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.hidden,
-        num_hidden_layers=sizes.target_layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        intermediate_size=sizes.intermediate,
-        max_position_embeddings=2 * sizes.sequence,
-    )
+    config = draft_config(sizes, "sdpa")
+    config.num_hidden_layers, config.layer_types = sizes.target_layers, ["full_attention"] * sizes.target_layers
     with torch.device(device):
         return ModelTarget(AutoModelForCausalLM.from_config(config, dtype=sizes.dtype), range(sizes.taps))
 
@@ -86,32 +54,64 @@ class DecodingBench:
         self.target.start(bench.batch.tensors["input_ids"][0].to(bench.device))
 
     @torch.inference_mode()
-    def round_in_pieces(self) -> RoundPieces:
-        """One round, each piece timed on its own."""
-        bench, pieces, made = self.bench, RoundPieces(), {}
-        draft, head, sizes = self.drafter.draft, self.drafter.head, bench.sizes
+    def round_in_pieces(self) -> dict[str, float]:
+        """Seconds of the pieces of one sampled round, and of ``stepwise``."""
+        bench, draft, head, seconds = self.bench, self.drafter.draft, self.drafter.head, {}
         self.drafter.context.crop(self.kept)
 
         def timed(name: str, work: Callable[[], Any]) -> Any:
-            """What ``work`` makes; its seconds are the piece ``name``."""
-            setattr(pieces, name, bench.timed(lambda: made.update({name: work()})))
-            return made[name]
+            seconds[name], result = bench.timed(work)
+            return result
+
+        def best_candidates() -> torch.Tensor:
+            excluded = excluded_mask(draft.settings, draft.mask_token_id, bench.sizes.vocab, bench.device)
+            return candidates(head, hidden, excluded, bench.sizes.top_k)[0]
 
         out = timed("backbone", lambda: self.drafter.block(self.anchor, self.taps[self.kept :]))
         hidden, pre_injection = out.hidden[0, 0, 1:], out.pre_injection[0, 0, 1:]
-
-        def best() -> Tensor:
-            excluded = excluded_mask(draft.settings, draft.mask_token_id, sizes.vocab, bench.device)
-            return candidates(head, hidden, excluded, sizes.top_k)[0]
-
-        ids = timed("candidates", best)
+        ids = timed("candidates", best_candidates)
         scores = timed("cache", lambda: transition_cache(draft, head, pre_injection, ids, self.anchor))
         proposal = timed("walk", lambda: propose_by_walk(scores, ids, SAMPLING, self.generator))
         read = torch.cat([self.anchor[None], proposal.tokens])
-        seen = timed("target", lambda: self.target.extend(read))
+        target = timed("target", lambda: self.target.extend(read))
         self.target.keep(0)
-        timed("verify", lambda: verify(seen.logits, proposal, SAMPLING, self.generator))
+        timed("verify", lambda: verify(target.logits, proposal, SAMPLING, self.generator))
         wide = pre_injection.to(torch.promote_types(pre_injection.dtype, torch.float32))
         sequential = (draft, head, wide, ids, self.anchor, SAMPLING, self.generator)
         timed("stepwise", lambda: refine_sequentially(*sequential))
-        return pieces
+        return seconds
+
+
+def decoding_section(plan: Plan) -> Section:
+    """A sampled round by its pieces, and the cache against refinement step by step; all in the same rounds."""
+    section, bench = Section(), plan.bench
+    training = bench.model.draft_model.training
+    rounds: list[dict[str, float]] = []
+    try:
+        with bench.attention_backend("sdpa"):  # one block against a long context: no block mask to build
+            decoding = DecodingBench(bench)
+            for _ in range(plan.warmup):
+                decoding.round_in_pieces()
+            for _ in plan.turns(lambda: sum(rounds[-1].values())):
+                rounds.append(decoding.round_in_pieces())
+    finally:
+        bench.model.draft_model.train(training)
+
+    def total(names: tuple[str, ...]) -> list[float]:
+        return [sum(each[name] for name in names) for each in rounds]
+
+    middle = medians([each | {"round": whole} for each, whole in zip(rounds, total(PIECES), strict=True)])
+    note = f"sampled, the target's forward included; context {bench.sizes.sequence}, {NEW} tokens of it new"
+    section.add("round", middle["round"], "s", note)
+    for name in PIECES:
+        section.add_share(name, middle[name], middle["round"], "the round")
+    compared = {
+        "step by step ÷ cache and walk": (("stepwise",), ("cache", "walk")),
+        "drafting ÷ target and verify": (DRAFTING, ("target", "verify")),
+        "refinement (cache and walk) ÷ backbone": (("cache", "walk"), ("backbone",)),
+    }
+    for name, (above, below) in compared.items():
+        ratios = [a / b for a, b in zip(total(above), total(below), strict=True)]
+        section.add_ratios(name, ratios, f", {len(rounds)} rounds")
+    section.raw = {"pieces": rounds}
+    return section

@@ -1,7 +1,7 @@
-"""Watching a computation from below autograd: the memory that its operations take, and where its time goes.
+"""Dispatch modes that watch a computation below autograd: the memory its operations allocate, and their time.
 
-Both are dispatch modes: every operation passes through them, the backward pass's and a checkpoint's recomputed ones
-included. Memory is what the operations hand out, a kernel's own scratch space is not seen.
+Every operation passes through them, also those of the backward pass and of recomputed checkpoints. Memory is what
+the operations return; a kernel's own scratch space is not seen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,40 +24,29 @@ def tensors_in(*trees: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor))
 
 
-class Largest(NamedTuple):
-    """The largest tensor that was allocated: its ``elements`` and ``shape``, and the ``operation`` that made it."""
-
-    elements: int
-    shape: Shape
-    operation: str
-
-
 class Allocations(TorchDispatchMode):
-    """Bytes that operations allocated while the mode was on: ``live`` now, ``peak`` at most, ``largest`` at once.
+    """Bytes that operations allocate: ``live`` now, ``peak`` at most; and the most elements of a tensor, ``largest``.
 
-    Views take nothing, nor does what existed before. A tensor counts until the last reference to its storage goes.
+    Views and earlier tensors do not count. A tensor counts until the last reference to its storage is gone.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
-        self.peak = 0
-        self.largest = Largest(0, (), "")
+        self.live = self.peak = self.largest = 0
         # Weak, by identity: a storage's Python object lives exactly as long as the storage itself.
         self._known: dict[int, weakref.finalize[Any, Any]] = {}
 
-    def _note(self, tensor: Tensor, operation: str | None) -> None:
-        """Remember the tensor's storage; an ``operation`` made it, None: it was there before."""
+    def _register(self, tensor: Tensor, *, allocated: bool) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._known:
             return
-        size = storage.nbytes() if operation else 0
+        size = storage.nbytes() if allocated else 0
         self._known[key] = weakref.finalize(storage, self._freed, key, size)
         self.live += size
         self.peak = max(self.peak, self.live)
-        if operation and tensor.numel() > self.largest.elements:
-            self.largest = Largest(tensor.numel(), tuple(tensor.shape), operation)
+        if allocated:
+            self.largest = max(self.largest, tensor.numel())
 
     def _freed(self, key: int, size: int) -> None:
         del self._known[key]
@@ -65,16 +54,16 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in(args, kwargs):
-            self._note(tensor, None)
+            self._register(tensor, allocated=False)
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
-            self._note(tensor, str(func))
+            self._register(tensor, allocated=True)
         return result
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         for finalizer in list(self._known.values()):
-            finalizer.detach()  # what outlives the mode is no longer watched
+            finalizer.detach()  # stop watching what outlives the mode
 
 
 class OperationTimes(TorchDispatchMode):
@@ -85,8 +74,7 @@ class OperationTimes(TorchDispatchMode):
 
     def __init__(self, kind: Callable[[str, list[Shape]], str], synchronize: Callable[[], None]) -> None:
         super().__init__()
-        self.kind = kind
-        self.synchronize = synchronize
+        self.kind, self.synchronize = kind, synchronize
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,16 +1,17 @@
-"""What the benchmark runs: one backbone's training step by DSpine, by SpecForge's DFlash and by its DSpark.
+"""Models of the benchmark: one backbone with DSpine's training step, and with those of SpecForge's DFlash and DSpark.
 
-All get the same sizes, backbone weights, head, embedding, random features and count of anchors, and go through their
-own training strategies: forward, objective, backward, no optimizer.
+All get the same sizes, backbone weights, head, embedding, random features and number of anchors. Their steps go
+through their own training strategies: forward, objective, backward, no optimizer.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from specforge.runtime.contracts import TrainBatch
@@ -22,22 +23,23 @@ from specforge_dspine.modeling.draft_config import small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.injection import AdjacentCausalInjection
 from specforge_dspine.modeling.settings import DSpineSettings
-from specforge_dspine.modeling.transfer_space import TransferSpace, build_transfer_space
+from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.alignment_gate import alignment_beta
 from specforge_dspine.objective.curriculum import draw_blocks
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.strategy import FEATURES, DSpineTrainStrategy, Schedule
 
+Result = TypeVar("Result")
 SEED = 0
 PLAIN, HEADS = "DSpark", "DSpark with heads"  # without and with its Markov and confidence heads
 MARKOV_RANK = 256
-# Early in the run, where half of all blocks receive right predecessors: the curriculum's cost is in the step.
+# Early in the run, where half of all blocks get right predecessors, so that the step includes the curriculum's cost.
 CONTEXT = StepContext(global_step=1, total_steps=100)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """One micro-batch of one sequence, by the letters of the package; ``chunk_blocks`` 0: all rows at once."""
+    """Sizes of a micro-batch of one sequence; ``chunk_blocks`` 0: all logits at once."""
 
     sequence: int  # S
     anchors: int  # N
@@ -57,11 +59,6 @@ class Sizes:
     chunk_blocks: int
     dtype: torch.dtype
 
-    @property
-    def row_limit(self) -> int:
-        """N·M: supervised rows where no block is cut short."""
-        return self.anchors * (self.block - 1)
-
 
 # fmt: off
 SIZES = {
@@ -73,7 +70,7 @@ SIZES = {
     "qwen3_8b": Sizes(sequence=3072, anchors=512, block=16, layers=5, taps=5, target_layers=36, hidden=4096,
                       intermediate=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, rank=1024, message=512,
                       top_k=16, chunk_blocks=128, dtype=torch.bfloat16),
-    # For dry runs: no two sizes are equal, so that a tensor's shape says what it is.
+    # For dry runs: no two sizes are equal, so that a tensor's shape identifies it.
     "toy": Sizes(sequence=200, anchors=64, block=5, layers=2, taps=3, target_layers=7, hidden=48, intermediate=80,
                  heads=4, kv_heads=2, head_dim=16, vocab=3000, rank=24, message=12, top_k=6, chunk_blocks=16,
                  dtype=torch.float32),
@@ -83,6 +80,12 @@ SIZES = {
 
 def draft_config(sizes: Sizes, attention: str) -> Qwen3Config:
     """DSpine's draft config of these sizes; ``attention``: sdpa or flex_attention."""
+    settings = DSpineSettings(
+        transfer_rank=sizes.rank,
+        message_size=sizes.message,
+        top_k=sizes.top_k,
+        replacement_layers=(sizes.layers + 1) // 2,
+    )
     config = small_draft_config(
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,
@@ -97,19 +100,14 @@ def draft_config(sizes: Sizes, attention: str) -> Qwen3Config:
         target_layer_ids=range(sizes.taps),
         num_target_layers=sizes.target_layers,
         mask_token_id=sizes.vocab - 1,
-        settings=DSpineSettings(
-            transfer_rank=sizes.rank,
-            message_size=sizes.message,
-            top_k=sizes.top_k,
-            replacement_layers=(sizes.layers + 1) // 2,
-        ),
+        settings=settings,
     )
     config._attn_implementation = attention
     return config
 
 
 def make_batch(sizes: Sizes, device: torch.device) -> TrainBatch:
-    """Random ids and states; the first eighth of the sequence is a prompt. Features lie on ``device`` already."""
+    """Random ids and states, the latter on ``device``; the first eighth of the sequence is a prompt."""
     mask = torch.ones(1, sizes.sequence, dtype=torch.long)
     mask[:, : sizes.sequence // 8] = 0
     shape = (1, sizes.sequence)
@@ -123,7 +121,7 @@ def make_batch(sizes: Sizes, device: torch.device) -> TrainBatch:
 
 
 class Bench:
-    """The models of ``sizes`` on ``device``, built on first use; all share head, embedding and backbone weights."""
+    """The models of ``sizes`` on ``device``; all share head, embedding and backbone weights."""
 
     def __init__(self, sizes: Sizes, device: torch.device, attention: str) -> None:
         self.sizes, self.device, self.attention = sizes, device, attention
@@ -133,46 +131,36 @@ class Bench:
             self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False, dtype=sizes.dtype)
             nn.init.normal_(self.head.weight, std=2 / sizes.hidden**0.5)
             self.embedding = nn.Embedding(sizes.vocab, sizes.hidden, dtype=sizes.dtype)
-            self.embedding.requires_grad_(False)
         self.head.requires_grad_(False)
+        self.embedding.requires_grad_(False)
         self.batch = make_batch(sizes, device)
-        self.model = self._dspine()
-
-    def _dspine(self) -> DSpineTrainingModel:
-        sizes = self.sizes
-        with torch.device(self.device):
-            draft = DSpineDraftModel(draft_config(sizes, self.attention))
-        return DSpineTrainingModel(
-            draft.to(self.device, sizes.dtype),
-            self.head,
-            self.embedding,
-            attention_backend=self.attention,
-            num_anchors=sizes.anchors,
-            loss_decay_gamma=7.0,
-            objective_chunk_blocks=sizes.chunk_blocks,
-            normalization="separate",
+        self.common: dict[str, Any] = {  # of every training model
+            "attention_backend": attention,
+            "num_anchors": sizes.anchors,
+            "loss_decay_gamma": 7.0,
+            "objective_chunk_blocks": sizes.chunk_blocks,
+        }
+        with torch.device(device):
+            draft = DSpineDraftModel(draft_config(sizes, attention))
+        draft = draft.to(device, sizes.dtype)
+        self.model = DSpineTrainingModel(
+            draft, self.head, self.embedding, normalization="separate", **self.common
         ).train()
 
-    def build_transfer_space(self) -> TransferSpace:
-        """The head's transfer space, installed in the draft. W starts at 0: it becomes what training makes of it."""
-        space = build_transfer_space(self.head.weight, self.sizes.rank)
+    def build_transfer_space(self) -> None:
+        """Build the head's transfer space for the draft, and give W, which starts at 0, values as after training."""
         draft = self.model.draft_model
-        draft.set_transfer_space(space)
+        draft.set_transfer_space(build_transfer_space(self.head.weight, self.sizes.rank))
         with torch.no_grad():
             for write in cast(AdjacentCausalInjection, draft.injection).writes:
                 nn.init.normal_(write.get_parameter("weight"), std=0.01)
-        return space
 
     def strategy(self) -> DraftTrainStrategy:
-        """DSpine's step."""
+        """DSpine's training strategy."""
         return DSpineTrainStrategy(self.model, Schedule(seed=SEED, warmup_ratio=0.0))
 
     def host_strategies(self) -> dict[str, DraftTrainStrategy]:
-        """SpecForge's own three steps, by name.
-
-        Raises:
-            ImportError: this installation of SpecForge lacks something that its own models need.
-        """
+        """SpecForge's own training strategies, by name; an ImportError if their requirements are not installed."""
         from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel, OnlineDSparkModel
         from specforge.modeling.draft.dflash import DFlashDraftModel
         from specforge.modeling.draft.dspark import DSparkDraftModel
@@ -196,34 +184,41 @@ class Bench:
         draft = draft.to(self.device, sizes.dtype)
         ours, theirs = self.model.draft_model.state_dict(), draft.state_dict()
         draft.load_state_dict({name: ours[name] for name in theirs.keys() & ours.keys()}, strict=False)
-        built: nn.Module = training_model(
+        model: nn.Module = training_model(
             draft_model=draft,
             target_lm_head=self.head,
             target_embed_tokens=self.embedding,
             mask_token_id=sizes.vocab - 1,
             block_size=sizes.block,
-            attention_backend=self.attention,
-            num_anchors=sizes.anchors,
-            loss_decay_gamma=7.0,
-            objective_chunk_blocks=sizes.chunk_blocks,
-        ).train()
-        return built
+            **self.common,
+        )
+        return model.train()
+
+    @contextmanager
+    def attention_backend(self, backend: str) -> Iterator[None]:
+        """Give DSpine's draft another attention for a while."""
+        config, before = self.model.draft_model.config, self.model.attention_backend
+        self.model.attention_backend = config._attn_implementation = backend
+        try:
+            yield
+        finally:
+            self.model.attention_backend = config._attn_implementation = before
 
     def wait(self) -> None:
-        """Until the device has done everything it was given."""
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def timed(self, work: Callable[[], object]) -> float:
-        """Seconds that ``work`` takes, the device's included."""
+    def timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
+        """Seconds that ``work`` takes, the device's included, and its result."""
         self.wait()
         start = time.perf_counter()
-        work()
+        result = work()
         self.wait()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, result
 
     def step_seconds(self, strategy: DraftTrainStrategy) -> tuple[float, float]:
-        """One step of ``strategy``, forward, objective, backward: seconds, and the processor's seconds in them."""
+        """Seconds and CPU seconds of one step of ``strategy``: forward, objective, backward."""
         strategy.trainable_module().zero_grad(set_to_none=True)
 
         def step() -> None:
@@ -232,19 +227,15 @@ class Bench:
             loss.backward()  # type: ignore[no-untyped-call]
 
         before = time.process_time()
-        seconds = self.timed(step)
+        seconds, _ = self.timed(step)
         return seconds, time.process_time() - before
 
     def inputs(self) -> dict[str, Any]:
-        """What DSpine's strategy hands its model for this batch."""
+        """The arguments that DSpine's strategy passes to its model for this batch."""
         settings = self.model.draft_model.settings
-        blocks = draw_blocks(
-            self.batch.tensors["loss_mask"],
-            self.batch.sample_ids,
-            seed=SEED,
-            num_anchors=self.model.num_anchors,
-            probability=settings.replacement_probability,
-        )
+        mask, chance = self.batch.tensors["loss_mask"], settings.replacement_probability
+        anchors = self.model.num_anchors
+        blocks = draw_blocks(mask, self.batch.sample_ids, seed=SEED, num_anchors=anchors, probability=chance)
         tensors: dict[str, Any] = {name: self.batch.tensors[name].to(self.device) for name in FEATURES}
         beta = alignment_beta(CONTEXT.global_step, 0, settings)
         return tensors | {"blocks": blocks.to(self.device), "beta": beta}

@@ -1,16 +1,16 @@
-"""Every quantity of a golden file against this package's own computation."""
+"""Every quantity of a vector file, computed by the package's own functions and compared with the file's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specforge_dspine.conformance.comparison import Check, candidate_error, check, scalar
 from specforge_dspine.conformance.vectors import VectorFileError, Vectors
 from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.proposal import propose, propose_by_walk
@@ -28,85 +28,34 @@ from specforge_dspine.objective.distillation import (
     teacher_distribution,
 )
 from specforge_dspine.objective.refinement import refinement_terms
-from specforge_dspine.objective.supervision import SupervisedPositions, gather_positions, supervised_positions
+from specforge_dspine.objective.supervision import gather_positions, supervised_positions
 
-# Qwen3's RoPE and norms compute in float32 whatever the model's dtype is, hence 1e-6 and not 1e-12 in float64.
-# float32 gets a few times the 1e-5 that one run of it is off; bfloat16 keeps 8 bits, and discrete picks may flip.
-TOLERANCE = {torch.float64: 5e-6, torch.float32: 5e-5, torch.bfloat16: 1.5e-1}
-FLIPPED = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 0.35}  # share of discrete values that may differ
-# ℓ1's gradient is sign(q − p): where q ≈ p, eight bits flip it. In bfloat16 a gradient is judged as a whole, by
-# ‖a − b‖ / min(‖a‖, ‖b‖): 0.1 to 0.8 here, √2 for one of another direction, 2 for the wrong sign or three times
-# the size, infinite for none at all.
-GRADIENT_NORM = 1.0
+Quantities = Iterator[tuple[str, Tensor, Tensor]]
+"""Name, our value, the file's value."""
+
 PATH_TEMPERATURE = 0.7
 
 
-class Check(NamedTuple):
-    """One quantity: its relative error (for discrete ones: the share that differs) and what is allowed."""
-
-    name: str
-    error: float
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        """Within tolerance; False for NaN."""
-        return self.error <= self.tolerance  # False for NaN
+def distillations() -> dict[str, Distill]:
+    """Training's distillation and its reference implementation, by the suffix of their quantities."""
+    return {"": distill, " (by autograd)": distill_by_autograd}
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    """max|a − b| / max|b|; discrete tensors: the share of entries that differ; wrong shape: infinite."""
-    if ours.shape != theirs.shape:
-        return float("inf")
-    if not theirs.is_floating_point():
-        return float((ours.to(theirs.dtype) != theirs).double().mean())
-    difference = (ours.detach().double() - theirs.double()).abs().max()
-    return float(difference / theirs.double().abs().max().clamp_min(1e-12))
-
-
-def relative_norm(ours: Tensor, theirs: Tensor) -> float:
-    """‖a − b‖ / min(‖a‖, ‖b‖); wrong shape: infinite."""
-    if ours.shape != theirs.shape:
-        return float("inf")
-    a, b = ours.double(), theirs.double()
-    return float((a - b).norm() / torch.minimum(a.norm(), b.norm()).clamp_min(1e-12))
-
-
-def candidate_error(logits: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
-    """How far two top-K sets [.., K] are apart: the largest gap between the logits of their i-th best, relative to
-    the largest of ``logits`` [.., V] (−∞: excluded); infinite if ``theirs`` has another shape, an impossible id,
-    or the same id twice.
-    """
-    if ours.shape != theirs.shape or not 0 <= int(theirs.min()) <= int(theirs.max()) < logits.shape[-1]:
-        return _scalar(float("inf"))
-    ordered = theirs.sort(dim=-1).values
-    if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-        return _scalar(float("inf"))
-    best, found = (logits.gather(-1, ids).sort(dim=-1).values for ids in (ours, theirs))
-    return (best - found).abs().max() / logits[logits.isfinite()].abs().max()
-
-
-def transfer_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
+def transfer_quantities(v: Vectors) -> Quantities:
     """The transfer space of the file's head, streamed in chunks of few rows (§3)."""
-    space = build_transfer_space(
-        v.head, v.draft.settings.transfer_rank, dtype=torch.promote_types(v.dtype, torch.float32), chunk_rows=17
-    )
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    space = build_transfer_space(v.head, v.draft.settings.transfer_rank, dtype=dtype, chunk_rows=17)
     for field, value in space._asdict().items():
         yield f"transfer/{field}", value, v[f"transfer/{field}"]
     yield "transfer/codes_gram", space.codes @ space.codes.T, v["transfer/codes_gram"]
 
 
-def schedule_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
+def schedule_quantities(v: Vectors) -> Quantities:
     """β and the curriculum's probability at the file's step (§5)."""
-    s = v.scalars
-    beta = alignment_beta(s["step"], s["warmup_steps"], v.draft.settings)
-    chance = replacement_probability(s["step"], s["total_steps"], v.draft.settings)
-    yield "schedule/beta", _scalar(beta), _scalar(s["beta"])
-    yield "schedule/replacement_probability", _scalar(chance), _scalar(s["replacement_probability"])
-
-
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+    s, settings = v.scalars, v.draft.settings
+    yield "schedule/beta", scalar(alignment_beta(s["step"], s["warmup_steps"], settings)), scalar(s["beta"])
+    probability = scalar(replacement_probability(s["step"], s["total_steps"], settings))
+    yield "schedule/replacement_probability", probability, scalar(s["replacement_probability"])
 
 
 def forward(v: Vectors, *, replace: bool) -> DraftOutput:
@@ -116,7 +65,7 @@ def forward(v: Vectors, *, replace: bool) -> DraftOutput:
     )
 
 
-def output_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
+def output_quantities(v: Vectors) -> Quantities:
     """Hidden states, pre-injection states and features of the file's blocks (§2–4)."""
     count = len(v.anchors)
     for replace, suffix in ((True, ""), (False, "_no_replacement")):
@@ -127,41 +76,27 @@ def output_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield f"outputs/features{suffix}", out.features[:, 0, :count], v[f"outputs/features{suffix}"]
 
 
-def rows_of(v: Vectors) -> SupervisedPositions:
-    """The supervised rows of the padded batch."""
-    return supervised_positions(
-        v.batch("input_ids"),
-        v.loss_mask(),
-        v.blocks(replace=True),
-        int(v.draft.block_size),
-        v.model.loss_decay_gamma,
-    )
-
-
-def distillations() -> dict[str, Distill]:
-    """As training computes it, and its reference, by the suffix of their quantities."""
-    return {"": distill, " (by autograd)": distill_by_autograd}
-
-
-def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Row terms with the file's candidates, and our own candidates by logit margin."""
-    rows = rows_of(v)
+def position_quantities(v: Vectors) -> Quantities:
+    """Terms of every supervised position with the file's candidates, and our own candidates by logits (§5)."""
+    ids, blocks, settings = v.batch("input_ids"), v.blocks(replace=True), v.draft.settings
+    rows = supervised_positions(ids, v.loss_mask(), blocks, int(v.draft.block_size), v.model.loss_decay_gamma)
     for name, ours in (("block", rows.block), ("t", rows.slot), ("label", rows.label), ("weight", rows.weight)):
         yield f"rows/{name}", ours, v[f"rows/{name}"]
     if len(rows.label) != len(v["rows/label"]):
-        return  # the rows above are off; nothing below can be compared
-    last, settings = v.batch("last"), v.draft.settings
-    batch = gather_positions(v.draft, v.head, forward(v, replace=True), last, rows)
+        return  # other positions: nothing below can be compared
+    batch = gather_positions(v.draft, v.head, forward(v, replace=True), v.batch("last"), rows)
     p = teacher_distribution(v.head, batch.teacher, batch.teacher_index)
     chosen = v.candidates("rows/candidates")
-    for name, implementation in distillations().items():
-        given = Supervision(rows.label, rows.weight, p.clone(), chosen)
-        d = implementation(batch.hidden, v.head, given, settings)
+    for suffix, implementation in distillations().items():
+        supervision = Supervision(rows.label, rows.weight, p.clone(), chosen)
+        distilled = implementation(batch.hidden, v.head, supervision, settings)
         for field in ("ce", "l1", "correct"):
-            yield f"rows/{field}{name}", getattr(d, field), v[f"rows/{field}"]
-    assert d.candidates is not None
-    yield "rows/mass", d.candidates.mass, v["rows/mass"]
-    refined = refinement_terms(v.draft, v.head, batch.pre_injection, rows.label, rows.predecessor, d.candidates)
+            yield f"rows/{field}{suffix}", getattr(distilled, field), v[f"rows/{field}"]
+    assert distilled.candidates is not None
+    yield "rows/mass", distilled.candidates.mass, v["rows/mass"]
+    refined = refinement_terms(
+        v.draft, v.head, batch.pre_injection, rows.label, rows.predecessor, distilled.candidates
+    )
     names = {"ce": "rce", "l1": "rl1", "correct": "refined_correct"}
     for field, value in refined._asdict().items():
         name = f"rows/{names.get(field, field)}"
@@ -169,20 +104,20 @@ def row_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "rows/align", cosine_terms(v.draft, batch.features, rows.label), v["rows/align"]
     logits = F.linear(batch.hidden, v.head).double()
     own = logits.topk(settings.top_k, dim=-1).indices
-    yield "rows/candidates", 1 + candidate_error(logits, own, v["rows/candidates"]), _scalar(1.0)
+    yield "rows/candidates", 1 + candidate_error(logits, own, v["rows/candidates"]), scalar(1.0)
 
 
-def decode_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Block 0: candidates by margin, then scores, picks and distributions in the file's order of candidates."""
-    out = forward(v, replace=False)
+def decode_quantities(v: Vectors) -> Quantities:
+    """Candidates of block 0 by logits; then scores, choices and distributions in the file's candidate order (§6)."""
+    out, settings = forward(v, replace=False), v.draft.settings
     anchor = v["inputs/input_ids"][v.anchors[0]]
-    excluded = excluded_mask(v.draft.settings, v.draft.mask_token_id, len(v.head), v.head.device)
-    hidden, pre = out.hidden[0, 0, 1:], out.pre_injection[0, 0, 1:]
-    own, _ = candidates(v.head, hidden, excluded, v.draft.settings.top_k)
+    excluded = excluded_mask(settings, v.draft.mask_token_id, len(v.head), v.head.device)
+    hidden, pre_injection = out.hidden[0, 0, 1:], out.pre_injection[0, 0, 1:]
+    own, _ = candidates(v.head, hidden, excluded, settings.top_k)
     theirs = v.candidates("decode/candidates")
     logits = F.linear(hidden, v.head).double().masked_fill(excluded, -torch.inf)
-    yield "decode/candidates", 1 + candidate_error(logits, own, v["decode/candidates"]), _scalar(1.0)
-    scores = transition_cache(v.draft, v.head, pre, theirs, anchor)
+    yield "decode/candidates", 1 + candidate_error(logits, own, v["decode/candidates"]), scalar(1.0)
+    scores = transition_cache(v.draft, v.head, pre_injection, theirs, anchor)
     yield "decode/scores", scores, v["decode/scores"]
     yield "decode/greedy", propose_by_walk(scores, theirs, GREEDY).tokens, v["decode/greedy"]
     states = (out.hidden[0, 0], out.pre_injection[0, 0])
@@ -193,55 +128,47 @@ def decode_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield name, path_probabilities(scores, path, PATH_TEMPERATURE), v[name]
 
 
-def loss_checks(v: Vectors) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The chunked objective and the gradient of numerator / denominator by every weight.
+def loss_quantities(v: Vectors) -> Quantities:
+    """The chunked objective and the gradient of numerator / denominator by every weight (§5).
 
     In bfloat16 near ties change the top K, and with it the loss by a jump: there the file's candidates are used.
     """
     chosen = v.candidates("rows/candidates") if v.dtype is torch.bfloat16 else None
+    inputs = (v.batch("input_ids"), v.loss_mask(), v.batch("taps"), v.batch("last"), v.blocks(replace=True))
     for normalization, (suffix, implementation) in product(("separate", "shared"), distillations().items()):
         v.model.normalization, v.model.distill = normalization, implementation
         v.draft.zero_grad()
-        loss = v.model(
-            v.batch("input_ids"),
-            v.loss_mask(),
-            v.batch("taps"),
-            v.batch("last"),
-            v.blocks(replace=True),
-            beta=v.scalars["beta"],
-            candidates=chosen,
-        )
+        loss = v.model(*inputs, beta=v.scalars["beta"], candidates=chosen)
         total = loss.numerator / loss.denominator
         total.backward()
         for name, value in (("loss", total), ("numerator", loss.numerator), ("denominator", loss.denominator)):
-            yield f"{name}_{normalization}{suffix}", value.double(), _scalar(v.scalars[f"{name}_{normalization}"])
+            yield f"{name}_{normalization}{suffix}", value.double(), scalar(v.scalars[f"{name}_{normalization}"])
         for name, parameter in v.draft.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             yield f"grads_{normalization}/{name}{suffix}", grad, v[f"grads_{normalization}/{name}"]
 
 
-PARTS = (transfer_checks, schedule_checks, output_checks, row_checks, decode_checks, loss_checks)
+GROUPS = (
+    transfer_quantities,
+    schedule_quantities,
+    output_quantities,
+    position_quantities,
+    decode_quantities,
+    loss_quantities,
+)
 
 
 def conformance(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Check]:
-    """Every check of the vector file at ``path`` in ``dtype``, computed on ``device``.
+    """Check every quantity of the vector file at ``path``, computed in ``dtype`` on ``device``.
 
     Raises:
-        FileNotFoundError: the file, or the JSON of scalars beside it, is missing.
         VectorFileError: the file lacks a quantity, or an input cannot be used, by name.
-        CheckpointError: the file's draft is no complete draft, by name.
+        CheckpointError: the file's draft is not complete, by name.
     """
-    results = []
     try:
         vectors = Vectors(path, dtype, device)
-        for part in PARTS:
-            for name, *both in part(vectors):
-                ours, theirs = (value.cpu() for value in both)
-                if dtype is torch.bfloat16 and name.startswith("grads_"):
-                    results.append(Check(name, relative_norm(ours, theirs), GRADIENT_NORM))
-                    continue
-                allowed = TOLERANCE if theirs.is_floating_point() else FLIPPED
-                results.append(Check(name, relative(ours, theirs), allowed[dtype]))
+        return [
+            check(name, ours.cpu(), theirs.cpu(), dtype) for group in GROUPS for name, ours, theirs in group(vectors)
+        ]
     except KeyError as error:
         raise VectorFileError(f"{path}: {error.args[0]} is missing from it or from the JSON beside it") from error
-    return results

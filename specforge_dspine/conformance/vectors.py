@@ -1,8 +1,7 @@
-"""A vector file (docs/vectors.md) as the draft, the target's tables and the padded batch that it describes."""
+"""A vector file (docs/vectors.md) as a draft, the target's tables, and a padded batch."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.state_dict import READY, TABLE
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.training_model import DSpineTrainingModel
+from specforge_dspine.utils.files import read_json
 
 INPUTS = ("weights/", "target/", "inputs/")
 EXTRA_TOKENS, EXTRA_BLOCKS = 3, 1  # padding of the batch
@@ -30,24 +30,25 @@ class VectorFileError(ValueError):
 
 
 class Vectors:
-    """A vector file and its JSON of scalars, the draft and the padded batch built from them, on ``device``."""
+    """A vector file with its scalars, and the draft and the padded batch built from them, on ``device``."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         try:
             self.tensors = load_file(path)
         except SafetensorError as error:
             raise VectorFileError(f"{path} is not a safetensors file: {error}") from error
-        self.scalars = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        self.scalars = read_json(path.with_suffix(".json"))
         self.dtype = dtype
         self._check_inputs()
         self.draft = self._draft().to(device)
         self.tensors = {name: value.to(device) for name, value in self.tensors.items()}
-        self.length = len(self["inputs/input_ids"])
         self.anchors = self["inputs/anchors"]
         self.head = self["target/lm_head"].to(dtype)
+        lm_head = nn.Linear(self.head.shape[1], self.head.shape[0], bias=False)
+        lm_head.weight = nn.Parameter(self.head)
         self.model = DSpineTrainingModel(
             self.draft,
-            _linear(self.head),
+            lm_head,
             nn.Embedding.from_pretrained(self["target/embed_tokens"].to(dtype)),
             attention_backend="sdpa",
             num_anchors=len(self.anchors),
@@ -56,8 +57,11 @@ class Vectors:
             normalization="separate",
         )
 
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
     def _check_inputs(self) -> None:
-        """Everything is computed from the inputs, so that a bad one would say nothing about any quantity."""
+        """Refuse invalid inputs: every quantity follows from them, and its check would mean nothing."""
         vocab = len(self["target/lm_head"])
         for name, value in self.tensors.items():
             if name.startswith(INPUTS) and value.is_floating_point() and not torch.isfinite(value).all():
@@ -66,14 +70,12 @@ class Vectors:
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise VectorFileError(f"inputs/input_ids holds an id outside the {vocab} rows of target/lm_head")
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
     def _draft(self) -> DSpineDraftModel:
-        """The file's draft with the table of the file's head, by way of an exported checkpoint."""
+        """The file's draft with the code table of the file's head, by way of an exported checkpoint."""
         c = self.scalars["config"]
         weights = {k.removeprefix("weights/"): v for k, v in self.tensors.items() if k.startswith("weights/")}
         rank, hidden = weights["injection.readouts.0.weight"].shape
+        taps = weights["fc.weight"].shape[1] // hidden
         settings = DSpineSettings(
             transfer_rank=rank,
             message_size=len(weights["injection.bias"]),
@@ -87,17 +89,11 @@ class Vectors:
             candidate_mass_threshold=c["mass_threshold"],
             excluded_ids=tuple(self.scalars["excluded_ids"]),
         )
-        taps = weights["fc.weight"].shape[1] // hidden
         config = small_draft_config(
+            **{name: c[name] for name in ("layers", "heads", "kv_heads", "head_dim", "eps", "theta")},
             vocab_size=len(self["target/lm_head"]),
             hidden_size=hidden,
-            layers=c["layers"],
-            heads=c["heads"],
-            kv_heads=c["kv_heads"],
-            head_dim=c["head_dim"],
             intermediate_size=len(weights["layers.0.mlp.gate_proj.weight"]),
-            eps=c["eps"],
-            theta=c["theta"],
             block_size=c["block"],
             target_layer_ids=range(taps),
             num_target_layers=taps + 1,
@@ -112,11 +108,9 @@ class Vectors:
             return load_draft(Path(folder) / "draft").to_model()
 
     def candidates(self, name: str) -> Tensor:
-        """The file's top-K sets [.., K] to compute with. An impossible id becomes a possible one: its own check
-        reports it.
+        """The file's top-K sets [.., K] to compute with, one per supervised position, or per slot of block 0.
 
-        Raises:
-            VectorFileError: another shape than one set of K for each row, or for each slot of block 0.
+        An impossible id becomes a possible one, because its own check reports it.
         """
         count = len(self["rows/label"]) if name.startswith("rows/") else int(self.draft.block_size) - 1
         shape = (count, self.draft.settings.top_k)
@@ -134,23 +128,16 @@ class Vectors:
 
     def blocks(self, *, replace: bool) -> Blocks:
         """The file's blocks and a padding block in row 0; live but unsupervised blocks in row 1."""
-        width, device = len(self.anchors) + EXTRA_BLOCKS, self.anchors.device
-        anchors = torch.zeros(2, width, dtype=torch.long, device=device)
+        count, width = len(self.anchors), len(self.anchors) + EXTRA_BLOCKS
+        anchors = torch.zeros(2, width, dtype=torch.long, device=self.anchors.device)
         keep = torch.zeros_like(anchors, dtype=torch.bool)
-        anchors[:, : len(self.anchors)], keep[:, : len(self.anchors)] = self.anchors, True
+        anchors[:, :count], keep[:, :count] = self.anchors, True
         replaced = torch.zeros_like(keep)
-        replaced[0, : len(self.anchors)] = self["inputs/replace"] & replace
+        replaced[0, :count] = self["inputs/replace"] & replace
         return Blocks(anchors, keep, replaced)
 
     def loss_mask(self) -> Tensor:
-        """[2, S + padding]; the second sequence supervises nothing."""
+        """Loss mask [2, S + padding]; the second sequence supervises nothing."""
         mask = self.batch("loss_mask")
         mask[1] = 0
         return mask
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-    return layer

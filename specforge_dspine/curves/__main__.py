@@ -1,159 +1,88 @@
-"""Training curves as a net: small deterministic runs of the real trainer, recorded once and compared ever after.
+"""Training curves as a regression check: small deterministic runs of the real trainer, recorded once.
 
     python -m specforge_dspine.curves record|check|plot [--only NAME ..] [--dir tests/curves] [--out DIR]
 
-Each curve trains a small draft on the world of ``curve_world``, from offline features, past the end of the warm-up
-and of the curriculum. ``record`` writes references into ``--dir``; ``check`` trains again, compares, names the part
-and the step at which a deviation starts, and draws both curves into ``--out``; it also holds the runs that are equal
-by construction against each other (``curve_groups``). ``plot`` draws the references. Exit status: 0; 1 where
-something deviates; 2 where something is missing or cannot run.
+Each curve trains a small draft on a toy target (toy_target.py), from offline features, past the end of the warm-up
+and of the curriculum. ``record`` writes references into ``--dir``. ``check`` trains again, compares, names the part
+and the step at which a deviation starts, and draws both curves into ``--out``; it also compares the runs that are
+equal by construction (equivalence.py). ``plot`` draws the references. Exit status: 0; 1 if something deviates or a
+run fails; 2 if a reference is missing.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
 import tempfile
-from importlib.metadata import version
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from specforge_dspine.curves import toy_target as curve_world
-from specforge_dspine.curves.compare import TOLERANCES, Curve, Deviation, compare, draw
-from specforge_dspine.curves.runs import CURVES, DIGITS, CurvesError, run_curve
-from specforge_dspine.utils.errors import RecipeError
-from specforge_dspine.utils.versions import VERSION
-
-
-def save_reference(curve: Curve, folder: Path) -> Path:
-    """Write ``NAME.json``, one line per part, atomically; returns its path."""
-    head = {
-        "name": curve.name,
-        "recipe": curve.recipe,
-        "versions": versions(),
-        "seed": curve.recipe["training"]["seed"],
-        "world_seed": curve_world.SEED,
-        "steps": curve.steps,
-        "tolerances": {pattern.pattern: tolerance._asdict() for pattern, tolerance in TOLERANCES},
-    }
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    parts = [
-        f"    {json.dumps(part)}: {json.dumps([float(f'{value:.{DIGITS}g}') for value in values])}"
-        for part, values in curve.parts.items()
-    ]
-    lines.append('  "parts": {\n' + ",\n".join(parts) + "\n  }")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{curve.name}.json"
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    os.replace(partial, path)
-    return path
+from specforge_dspine.curves.compare import compare, draw_curve
+from specforge_dspine.curves.equivalence import GROUPS, check_group
+from specforge_dspine.curves.references import load_reference, save_reference
+from specforge_dspine.curves.runs import CURVES, run_curve
+from specforge_dspine.utils.cli import Command, Options, option, run_command
+from specforge_dspine.utils.differences import ABSENT, differences
+from specforge_dspine.utils.errors import RunError
 
 
-def load_reference(name: str, folder: Path) -> Curve:
-    """The recorded curve ``name``.
+class CurvesOptions(Options):
+    """Options of the curves."""
 
-    Raises:
-        CurvesError: there is none, or it cannot be read.
-    """
-    path = folder / f"{name}.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return Curve(content["name"], content["recipe"], content["parts"])
-    except FileNotFoundError:
-        raise CurvesError(
-            f"{path}: no reference; record it with python -m specforge_dspine.curves record --only {name}"
-        ) from None
-    except (ValueError, KeyError) as error:
-        raise CurvesError(f"{path} is no reference ({error!r}); record it again, or restore it") from error
+    action: Literal["record", "check", "plot"] = option("what to do", positional=True)
+    only: tuple[str, ...] = option("these curves, no groups", default=(), metavar="NAME")
+    dir: Path = option("folder of the references", default=Path("tests/curves"))
+    out: Path = option("folder of the figures", default=Path("runs/curves"))
 
 
-def versions() -> dict[str, str]:
-    """What produced a curve."""
-    return {name: version(name) for name in ("torch", "specforge", "transformers")} | {"specforge_dspine": VERSION}
+def curves(options: CurvesOptions) -> None:
+    """Record, check or plot the curves; a RunError names those that deviate."""
+    if unknown := set(options.only) - CURVES.keys():
+        raise ValueError(f"--only {' '.join(sorted(unknown))}: the curves are {', '.join(CURVES)}")
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="dspine-curves-") as folder:
+        for name in options.only or CURVES:
+            if options.action == "record":
+                print(f"recorded {save_reference(run_curve(CURVES[name], Path(folder)), options.dir)}", flush=True)
+            elif options.action == "check":
+                failed += [] if check_curve(name, options, Path(folder)) else [name]
+            else:
+                draw_curve(options.out / f"{name}.png", load_reference(name, options.dir))
+                print(f"drawn {options.out / name}.png")
+        for name, specs in GROUPS.items() if options.action == "check" and not options.only else ():
+            members = ", ".join(spec.name for spec in specs)
+            failed += [] if print_result(name, members, check_group(name, Path(folder))) else [name]
+    if failed:
+        raise RunError(f"curves deviate: {', '.join(failed)}")
 
 
-def changed_options(reference: dict[str, Any], ours: dict[str, Any], path: str = "") -> list[str]:
-    """Options of the reference's recipe that are different now: often the cause of a deviation. Options that the
-    reference does not know are newer than it."""
-    found = []
-    for key, before in reference.items():
-        now = ours.get(key)
-        if isinstance(before, dict) and isinstance(now, dict):
-            found += changed_options(before, now, f"{path}{key}.")
-        elif before != now:
-            found.append(f"{path}{key}: recorded with {before!r}, now {now!r}")
-    return found
-
-
-def check_curve(name: str, references: Path, workdir: Path, out: Path) -> list[Deviation]:
-    """Train curve ``name`` again, print how it compares, and draw it into ``out`` if it deviates.
-
-    Raises:
-        CurvesError: no reference; RecipeError and so on as ``run_curve``.
-    """
-    reference = load_reference(name, references)
+def check_curve(name: str, options: CurvesOptions, workdir: Path) -> bool:
+    """Train curve ``name`` again, print how it compares, and draw it if it deviates; returns whether it agrees."""
+    reference = load_reference(name, options.dir)
     curve = run_curve(CURVES[name], workdir)
     deviations = compare(reference, curve)
-    if not deviations:
-        print(f"ok   {name}: {curve.steps} steps, {len(reference.parts)} parts")
-        return []
-    print(f"OFF  {name}: {len(deviations)} deviations")
-    for line in [*map(str, deviations), *changed_options(reference.recipe, curve.recipe)]:
-        print(f"       {line}")
-    out.mkdir(parents=True, exist_ok=True)
-    draw(out / f"{name}.png", reference, curve, deviations)
-    print(f"       drawn: {out / name}.png")
-    return deviations
+    changes = [  # often the cause; options that the reference lacks are newer than it
+        f"{key}: recorded with {then!r}, now {now!r}"
+        for key, then, now in differences(reference.recipe, curve.recipe)
+        if then != ABSENT
+    ]
+    agrees = print_result(name, f"{curve.steps} steps, {len(reference.parts)} parts", [*deviations, *changes])
+    if deviations:
+        path = options.out / f"{name}.png"
+        draw_curve(path, reference, curve, deviations)
+        print(f"       drawn: {path}")
+    return agrees
 
 
-def check(names: list[str], references: Path, out: Path, *, groups: bool) -> int:
-    """``check`` of the command line; returns the number of curves and groups that are off.
-
-    Raises:
-        CurvesError: no reference, or a group's run that failed; RecipeError and so on as ``run_curve``.
-    """
-    from specforge_dspine.curves.equivalence import GROUPS, check_group
-
-    off = 0
-    with tempfile.TemporaryDirectory(prefix="dspine-curves-") as folder:
-        for name in names:
-            off += bool(check_curve(name, references, Path(folder), out))
-        for group in GROUPS.values() if groups else ():
-            off += bool(check_group(group, Path(folder)))
-    return off
+def print_result(name: str, details: str, problems: Iterable[object]) -> bool:
+    """Print whether a curve or a group agrees, and its ``problems`` if not."""
+    lines = [f"       {each}" for each in problems]
+    print("\n".join([f"{'MISMATCH' if lines else 'ok  '} {name}: {details}", *lines]), flush=True)
+    return not lines
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status (see the module's text)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specforge_dspine.curves",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("action", choices=("record", "check", "plot"))
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=sorted(CURVES), help="these curves, no groups")
-    parser.add_argument("--dir", type=Path, default=Path("tests/curves"), help="references (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/curves"), help="pictures (default: %(default)s)")
-    args = parser.parse_args(argv)
-    names = args.only or list(CURVES)
-    try:
-        if args.action == "check":
-            return 1 if check(names, args.dir, args.out, groups=args.only is None) else 0
-        with tempfile.TemporaryDirectory(prefix="dspine-curves-") as folder:
-            for name in names:
-                if args.action == "record":
-                    print(f"recorded {save_reference(run_curve(CURVES[name], Path(folder)), args.dir)}")
-                else:
-                    args.out.mkdir(parents=True, exist_ok=True)
-                    draw(args.out / f"{name}.png", load_reference(name, args.dir))
-                    print(f"drawn {args.out / name}.png")
-    except (CurvesError, RecipeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(Command(CurvesOptions, curves), argv, module="specforge_dspine.curves", doc=__doc__)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""A tiny target whose text is a Markov chain by construction, so that a draft learns it within sixty steps.
+"""A toy target whose text is a Markov chain by construction, so that a draft learns it within sixty steps.
 
-The W words sit on a ring; of word i the best successor is i + k₁, the second best i + k₂. A word's embedding is its
-place on the ring seen through several frequencies, so that "the next word" is a linear map of a code, which a
-message of few numbers can carry. The LM head is written, not trained:
+The W words sit on a ring; the best successor of word i is i + k₁, the second best i + k₂. A word's embedding encodes
+its place on the ring by several frequencies, so that "the next word" is a linear map of a code, which a message of
+few numbers can carry. The LM head is computed, not trained:
 
     embed(i) = M · [a_f cos(2π f i / W), a_f sin(2π f i / W)]_f + noise
     E_v = s · (embed(v − k₁) + c · embed(v − k₂)) / w,     w: the final norm's weights
 
 With n = h / RMS(h), the logit of v after x is E_v · (w ⊙ n) = s · (embed(v − k₁) + c · embed(v − k₂)) · n, largest at
-x + k₁, then at x + k₂: the division takes the norm's weights out, and leaves a state before the norm worth nothing.
-The layers between are drawn small: they disturb, so that the teacher depends on more than the last word.
-Text is drawn from the same chain. Its adjacent predecessor decides the next word, which is what injection and
-refinement are for. Everything follows from one seed; no random number comes from a library's own initialization.
+x + k₁, then at x + k₂. The division removes the norm's weights, so a state from before the norm is useless. The
+layers between are small and random, so that the teacher depends on more than the last word. Text is drawn from the
+same chain: the adjacent predecessor decides the next word, which is what injection and refinement are for. Everything
+follows from one seed; no random number comes from a library's own initialization.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from specforge_dspine.streaming.record import sample_name
 
 VOCAB, HIDDEN, LAYERS = 112, 48, 4
-SPECIAL, ENTRIES = 3, 104  # of the tokenizer: ids below 3 are special, row 104 is the mask, the rest padding
+SPECIAL, ENTRIES = 3, 104  # of the tokenizer: ids below 3 are special, id 104 is the mask, the rest padding
 WORDS = ENTRIES - SPECIAL
 STEPS = (17, 40)  # k₁, k₂ on the ring
-CHANCES = (0.65, 0.25)  # of the text to take k₁, k₂; else any word
-SECOND_BEST = 0.8  # c: the teacher's gap between the two, as wide as the text's
+CHANCES = (0.65, 0.25)  # of k₁ and k₂ in the text; else any word
+SECOND_BEST = 0.8  # c: makes the teacher's gap between the two as wide as the text's
 SHARPNESS = 8.0  # logit of the best successor of an undisturbed state
 FREQUENCIES = 8
 DRAFT_INIT = 0.1
@@ -48,13 +48,12 @@ SEED = 20260
 TARGET, FEATURES = "target", "features"
 
 
-def build_world(folder: Path, seed: int = SEED) -> Path:
-    """Write the target, its tokenizer and the features of its text below ``folder``; returns ``folder``."""
+def build_toy_data(folder: Path, seed: int = SEED) -> None:
+    """Write the target, its tokenizer and the features of its text below ``folder``."""
     model, successors = build_target(seed)
     model.save_pretrained(folder / TARGET)
     save_tokenizer(folder / TARGET)
     write_features(model, folder / FEATURES, draw_text(successors, seed))
-    return folder
 
 
 def build_target(seed: int) -> tuple[Qwen3ForCausalLM, Tensor]:
@@ -99,14 +98,17 @@ def build_target(seed: int) -> tuple[Qwen3ForCausalLM, Tensor]:
 
 
 def ring_embedding(ids: Tensor, generator: torch.Generator) -> Tensor:
-    """[V, H], entries of size 1. Amplitudes fall with f and M mixes all, so that no two directions of the head are
-    equally strong: the transfer space then has no ties, and its order survives rounding."""
+    """Embeddings [V, H] with entries of size 1.
+
+    Amplitudes fall with f and M mixes them, so that no two directions of the head are equally strong. The transfer
+    space then has no ties, and rounding does not change its order.
+    """
     place = torch.arange(WORDS, dtype=torch.float64)
     frequency = 1 + torch.randperm(WORDS // 2, generator=generator)[:FREQUENCIES].double()
     amplitude = 1 / torch.arange(2, FREQUENCIES + 2, dtype=torch.float64).sqrt()
     angle = 2 * math.pi * place.unsqueeze(1) * frequency / WORDS
-    seen = torch.cat([amplitude * angle.cos(), amplitude * angle.sin()], dim=1)
-    mixed = seen @ torch.randn(2 * FREQUENCIES, HIDDEN, generator=generator, dtype=torch.float64)
+    waves = torch.cat([amplitude * angle.cos(), amplitude * angle.sin()], dim=1)
+    mixed = waves @ torch.randn(2 * FREQUENCIES, HIDDEN, generator=generator, dtype=torch.float64)
     table = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
     table[ids] = mixed / mixed.square().mean(dim=1, keepdim=True).sqrt() + 0.2 * table[ids]
     return table.float()
@@ -145,8 +147,8 @@ def draw_text(successors: Tensor, seed: int, count: int = SAMPLES) -> list[dict[
 
 @torch.no_grad()
 def captured_states(model: Qwen3ForCausalLM, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What a capture of ``ids`` [S] yields: outputs of the tapped layers (layer k: ``hidden_states[k + 1]``)
-    [1, S, T·H], and the final state after the last norm [1, S, H]."""
+    """Captured states of ``ids`` [S]: outputs of the tapped layers (layer k: ``hidden_states[k + 1]``) [1, S, T·H],
+    and the final state after the last norm [1, S, H]."""
     out = model.model(ids[None], output_hidden_states=True)
     return torch.cat([out.hidden_states[tap + 1] for tap in taps], dim=-1), out.last_hidden_state
 
@@ -167,7 +169,7 @@ def write_features(model: Qwen3ForCausalLM, folder: Path, samples: Sequence[dict
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A word-level tokenizer with fewer entries than the head has rows: the first row behind them is the mask."""
+    """A word-level tokenizer with fewer entries than the head has rows; the first id after them is the mask."""
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(SPECIAL, ENTRIES)}
     tokenizer = WordTokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

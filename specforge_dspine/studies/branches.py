@@ -1,11 +1,11 @@
-"""A sequence with side branches: at each of N anchors the draft's own proposals beside the right continuation.
+"""Side branches of a sequence: at each of N anchors the draft's own proposals beside the right continuation.
 
     context    ids_0 .. ids_{S−1}, then per anchor a_n its branch x̂_1 .. x̂_M at positions a_n + 1 .. a_n + M
-    target     reads all of it in one forward; a branch sees ids up to its anchor, and itself up to the own token
-    draft      a block whose anchor lies t behind a_n sees either the right history, ids below a_n + t, or the
-               predicted one: ids up to a_n, then x̂_1 .. x̂_{t−1}, as the target encodes them there
+    target     reads all of it in one forward; a branch attends to ids up to its anchor, and causally to itself
+    draft      a block whose anchor is t tokens after a_n attends to the right history, ids below a_n + t, or to
+               the predicted one: ids up to a_n, then x̂_1 .. x̂_{t−1}, as the target encodes them there
 
-Right and predicted history are two masks over the same keys, so that every layer can be given its own.
+Right and predicted history are two masks over the same keys, so that every layer can get its own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
 
 @dataclass(frozen=True)
 class Branches:
-    """``ids`` [S], ``anchors`` [N], the draft's proposals ``tokens`` [N, M], and the target's states over the
-    context, ``taps`` [S + N·M, T·H]."""
+    """``ids`` [S], ``anchors`` [N], the draft's proposals ``tokens`` [N, M], and the target's states ``taps``
+    [S + N·M, T·H] over the context."""
 
     ids: Tensor
     anchors: Tensor
@@ -33,11 +33,11 @@ class Branches:
 
     @property
     def positions(self) -> Tensor:
-        """Of the context [S + N·M]."""
+        """Positions of the context [S + N·M]."""
         return context_positions(self.ids, self.anchors, self.tokens.shape[1])
 
     def label(self, offset: Tensor) -> Tensor:
-        """Right tokens ``offset`` [N, n] behind each anchor [N, n]."""
+        """Right tokens [N, n] at ``offset`` [N, n] from each anchor."""
         return self.ids[self.anchors[:, None] + offset]
 
 
@@ -49,8 +49,10 @@ def context_positions(ids: Tensor, anchors: Tensor, proposals: int) -> Tensor:
 
 @torch.inference_mode()
 def encode(model: Any, layers: Sequence[int], ids: Tensor, anchors: Tensor, tokens: Tensor) -> Branches:
-    """What the target ``model`` (a causal LM of transformers) makes of ``ids`` [S] with the branches ``tokens``
-    [N, M] behind ``anchors`` [N]; ``layers`` are tapped."""
+    """Encode ``ids`` [S] with the branches ``tokens`` [N, M] of ``anchors`` [N] by the target ``model``.
+
+    ``model`` is a causal LM of transformers; ``layers`` are tapped.
+    """
     length, (count, proposals) = len(ids), tokens.shape
     order = torch.arange(length, device=ids.device)
     sequence = torch.cat([order[:, None] >= order, order.new_zeros(length, count * proposals, dtype=torch.bool)], 1)
@@ -73,8 +75,10 @@ def encode(model: Any, layers: Sequence[int], ids: Tensor, anchors: Tensor, toke
 
 
 def history(branches: Branches, owner: Tensor, offset: Tensor, *, predicted: bool) -> Tensor:
-    """Context [Q, S + N·M] (bool) that blocks see whose anchors lie ``offset`` [Q] behind the anchors ``owner`` [Q]
-    (indices into N): the right history, or the predicted one."""
+    """Visible context [Q, S + N·M] (bool) of Q blocks: the right history, or the predicted one.
+
+    Block q's anchor is ``offset`` [Q] tokens after the anchor number ``owner`` [Q].
+    """
     anchors = branches.anchors[owner]
     order = torch.arange(len(branches.ids), device=owner.device)
     until = anchors + (offset.clamp(max=1) if predicted else offset)
@@ -87,7 +91,7 @@ def history(branches: Branches, owner: Tensor, offset: Tensor, *, predicted: boo
 
 
 def block_view(context: Tensor, block: int, *, causal: bool) -> Tensor:
-    """Mask [1, 1, Q·B, C + Q·B] of Q blocks of ``block`` slots that see ``context`` [Q, C] and themselves."""
+    """Mask [1, 1, Q·B, C + Q·B] of Q blocks of B = ``block`` slots that see ``context`` [Q, C] and themselves."""
     nowhere = torch.zeros(1, len(context), dtype=torch.long, device=context.device)
     inside = block_mask(nowhere, nowhere == 0, 0, block, causal=causal)
     return torch.cat([context.repeat_interleave(block, 0)[None, None], inside], dim=-1)
@@ -97,9 +101,9 @@ def block_view(context: Tensor, block: int, *, causal: bool) -> Tensor:
 def draft_from(
     draft: DSpineDraftModel, embedding: Tensor, branches: Branches, positions: Tensor, tokens: Tensor, mask: Tensor
 ) -> DraftOutput:
-    """The draft's forward over blocks whose anchors are ``tokens`` [Q] at ``positions`` [Q]: states [1, Q, B, H].
+    """The draft's forward over Q blocks with the anchors ``tokens`` [Q] at ``positions`` [Q]: states [1, Q, B, H].
 
-    ``mask`` as ``block_view`` builds it, which says B; ``embedding`` [V, H] is the target's.
+    ``mask`` comes from ``block_view``; ``embedding`` [V, H] is the target's.
     """
     count = len(tokens)
     block = mask.shape[2] // count

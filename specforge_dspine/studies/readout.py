@@ -1,16 +1,17 @@
-"""What can be read from every layer of a draft, by a small readout (§1).
+"""Readouts: what a small probe reads from every layer of a draft (§1).
 
     q_ℓ = softmax(E [n(h_ℓ) + U_ℓ V_ℓ n(h_ℓ) + b_ℓ])        n(h) = h / RMS(h)
 
-with E [V, H] the target's frozen head, and U_ℓ [H, ρ], V_ℓ [ρ, H] and b_ℓ [H] fitted by cross-entropy on the right
-tokens; U_ℓ = 0 and b_ℓ = 0 at the start, ρ is the readout's rank. h_ℓ is the state as the next layer receives it:
-after the injection, in a draft that has one. The draft itself is not changed.
+E [V, H] is the target's frozen head. U_ℓ [H, ρ], V_ℓ [ρ, H] and b_ℓ [H] are fitted by cross-entropy on the right
+tokens, from U_ℓ = 0 and b_ℓ = 0; ρ is the readout's rank. h_ℓ is the state as the next layer receives it: after the
+injection, if the draft has one. The draft itself is not changed.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +29,11 @@ from specforge_dspine.studies.interventions import BACKBONE, REFINED
 from specforge_dspine.studies.layer_hooks import recorded_states
 
 EPS = 1e-6
-ROWS_AT_ONCE = 512  # of logits over the vocabulary
+CHUNK = 512  # positions whose logits exist at a time
 
 
 class Readouts(nn.Module):
-    """The readouts of ``layers`` L layers; ``down`` V [L, ρ, H], ``up`` U [L, H, ρ], ``bias`` b [L, H], float32."""
+    """The readouts of L layers; ``down`` V [L, ρ, H], ``up`` U [L, H, ρ], ``bias`` b [L, H], float32."""
 
     def __init__(self, layers: int, hidden: int, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -46,82 +47,86 @@ class Readouts(nn.Module):
         return F.linear(unit + unit @ self.down[layer].T @ self.up[layer].T + self.bias[layer], head)
 
 
-class Rows(NamedTuple):
-    """Supervised positions of blocks, n of them: ``states`` h_1 .. h_L [L, n, H] float32, ``label`` [n] the right
-    token, ``slot`` [n] from 1; ``own`` by output the draft's own first choices [n]."""
+class LayerStates(NamedTuple):
+    """States at n supervised positions of blocks.
+
+    ``states`` h_1 .. h_L [L, n, H] in float32, ``label`` [n] the right token, ``slot`` [n] from 1, ``choices`` the
+    draft's own first choices [n] by output.
+    """
 
     states: Tensor
     label: Tensor
     slot: Tensor
-    own: dict[str, Tensor]
+    choices: dict[str, Tensor]
 
 
 @torch.no_grad()
-def captured_rows(
-    drafter: BlockDrafter, record: dict[str, Tensor], draw: str, *, anchors: int, seed: int, own: bool = False
-) -> Rows:
-    """Rows of at most ``anchors`` blocks of a captured ``record``, drawn by ``seed`` and the name ``draw``.
+def captured_states(
+    drafter: BlockDrafter,
+    record: dict[str, Tensor],
+    draw: str,
+    *,
+    anchors: int,
+    seed: int,
+    with_choices: bool = False,
+) -> LayerStates:
+    """States of at most ``anchors`` blocks of a captured ``record``, drawn by ``seed`` and the name ``draw``.
 
-    With ``own`` also the draft's choices: the backbone's, and the refinement's behind the right predecessor.
+    The choices are the backbone's, and those of the refinement with the right predecessor.
     """
     draft, device = drafter.draft, drafter.head.device
     ids, mask, taps = (record[name].to(device) for name in ("input_ids", "loss_mask", "hidden_states"))
-    blocks = draw_blocks(record["loss_mask"][None], [draw], seed=seed, num_anchors=anchors, probability=0.0).to(
-        device
-    )
+    blocks = draw_blocks(record["loss_mask"][None], [draw], seed=seed, num_anchors=anchors, probability=0.0)
+    blocks = blocks.to(device)
     with recorded_states(draft) as states:
         out = forward_blocks(
             draft, lambda known: drafter.embedding[known], ids[None], taps.to(drafter.embedding.dtype), blocks
         )
     rows = supervised_positions(ids[None], mask[None], blocks, int(draft.block_size), None)
-    kept = rows.weight > 0  # else nothing is supervised, and one row stands in
+    kept = rows.weight > 0  # where nothing is supervised there is one placeholder of weight 0
     at = (0, rows.block[kept], rows.slot[kept])
-    found: dict[str, Tensor] = {}
-    if own:
+    choices: dict[str, Tensor] = {}
+    if with_choices:
         excluded = excluded_mask(draft.settings, draft.mask_token_id, len(drafter.head), device)
         options, _ = candidates(drafter.head, out.hidden[at], excluded, draft.settings.top_k)
-        found[BACKBONE] = options[:, 0]
+        choices[BACKBONE] = options[:, 0]
         if drafter.refine:
             refined = draft.refine(out.pre_injection[at].float(), rows.predecessor[kept])
             scores = torch.einsum("nh,nkh->nk", refined, drafter.head[options].float())
-            found[REFINED] = options.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
-    shape = out.hidden.shape
-    return Rows(
-        states=torch.stack([state.reshape(shape)[at].float() for state in states]),
-        label=rows.label[kept],
-        slot=rows.slot[kept],
-        own=found,
-    )
+            choices[REFINED] = options.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
+    by_layer = torch.stack([state.reshape(out.hidden.shape)[at].float() for state in states])
+    return LayerStates(by_layer, rows.label[kept], rows.slot[kept], choices)
 
 
-def merged(parts: Sequence[Rows]) -> Rows:
-    """Rows of several records as one, without the draft's own choices."""
-    return Rows(
-        states=torch.cat([part.states for part in parts], dim=1),
-        label=torch.cat([part.label for part in parts]),
-        slot=torch.cat([part.slot for part in parts]),
-        own={},
-    )
+def merged(parts: Sequence[LayerStates]) -> LayerStates:
+    """States of several records as one, without the draft's own choices."""
+    states, label, slot, _ = zip(*parts, strict=True)
+    return LayerStates(torch.cat(states, dim=1), torch.cat(label), torch.cat(slot), {})
 
 
 def fit(
     readouts: Readouts,
     head: Tensor,
-    batch: Callable[[int], Rows],
-    selection: Rows,
+    batches: Iterator[LayerStates],
+    selection: LayerStates,
     *,
     steps: int,
     rate: float,
     checks: int = 5,
 ) -> list[dict[str, Any]]:
-    """Fit ``readouts`` by Adam on ``batch(step)`` for ``steps`` steps, the rate falling linearly from ``rate`` to 0.
+    """Fit ``readouts`` by Adam for ``steps`` steps, with a learning rate that falls linearly from ``rate`` to 0.
 
-    Each layer in the end has what gave it the least cross-entropy on the rows ``selection``, which are looked at
-    before the first step and ``checks`` times later. Returns per check its ``step`` and the layers' ``ce`` there.
+    Args:
+        batches: states of every step.
+        selection: states on which cross-entropy is measured before the first step and ``checks`` times later. Each
+            layer ends with the parameters of its lowest value.
+
+    Returns:
+        The ``step`` of every check, and the layers' ``ce`` there.
     """
     optimizer = torch.optim.Adam(readouts.parameters(), lr=rate)
     due = {0, *(round(steps * k / checks) for k in range(1, checks + 1))}
-    kept = [part.detach().clone() for part in readouts.parameters()]
+    best = copy.deepcopy(readouts).requires_grad_(False)
     history: list[dict[str, Any]] = []
     with tqdm(range(steps + 1), desc="readouts", unit=" step") as bar:
         for step in bar:
@@ -129,45 +134,48 @@ def fit(
                 ce = [cross_entropy(readouts, layer, head, selection) for layer in range(len(selection.states))]
                 for layer, value in enumerate(ce):
                     if all(value < before["ce"][layer] for before in history):
-                        for best, now in zip(kept, readouts.parameters(), strict=True):
-                            best[layer] = now.detach()[layer]
+                        for kept, now in zip(best.parameters(), readouts.parameters(), strict=True):
+                            kept[layer] = now.detach()[layer]
                 history.append({"step": step, "ce": ce})
                 bar.set_postfix_str("held-out ce " + " ".join(f"{value:.2f}" for value in ce))
             if step == steps:
                 break
             for group in optimizer.param_groups:
                 group["lr"] = rate * (1 - step / steps)
-            rows = batch(step)
+            states = next(batches)
             optimizer.zero_grad()
-            for layer, states in enumerate(rows.states):  # one layer's logits at a time
-                for part, label in zip(states.split(ROWS_AT_ONCE), rows.label.split(ROWS_AT_ONCE), strict=True):
-                    loss = F.cross_entropy(readouts(layer, part, head), label, reduction="sum")
-                    (loss / len(rows.label)).backward()
+            for layer in range(len(states.states)):  # one layer's logits at a time
+                for loss in chunk_losses(readouts, layer, head, states):
+                    (loss / len(states.label)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    with torch.no_grad():
-        for best, now in zip(kept, readouts.parameters(), strict=True):
-            now.copy_(best)
+    readouts.load_state_dict(best.state_dict())
     return history
 
 
-@torch.no_grad()
-def cross_entropy(readouts: Readouts, layer: int, head: Tensor, rows: Rows) -> float:
-    """Mean over ``rows`` of layer ``layer``, from 0."""
-    parts = zip(rows.states[layer].split(ROWS_AT_ONCE), rows.label.split(ROWS_AT_ONCE), strict=True)
-    total = sum(float(F.cross_entropy(readouts(layer, part, head), label, reduction="sum")) for part, label in parts)
-    return total / max(1, len(rows.label))
+def chunk_losses(readouts: Readouts, layer: int, head: Tensor, states: LayerStates) -> Iterator[Tensor]:
+    """Cross-entropy of a layer, from 0, summed over each chunk of positions."""
+    for part, label in zip(states.states[layer].split(CHUNK), states.label.split(CHUNK), strict=True):
+        yield F.cross_entropy(readouts(layer, part, head), label, reduction="sum")
 
 
 @torch.no_grad()
-def right_by_position(readouts: Readouts, head: Tensor, rows: Rows, proposals: int) -> dict[str, np.ndarray]:
-    """How many first choices are right at the positions 1 .. M = ``proposals``, [M] each: by layer ("1" .. "L"), of
-    the draft's own outputs, and how many there are ("count")."""
+def cross_entropy(readouts: Readouts, layer: int, head: Tensor, states: LayerStates) -> float:
+    """Mean cross-entropy of a layer, from 0."""
+    return sum(map(float, chunk_losses(readouts, layer, head, states))) / max(1, len(states.label))
+
+
+@torch.no_grad()
+def count_right(readouts: Readouts, head: Tensor, states: LayerStates, proposals: int) -> dict[str, np.ndarray]:
+    """Count right first choices at the positions 1 .. M = ``proposals``, [M] each.
+
+    Keys: the layers "1" .. "L", the draft's own outputs, and "count" for the number of positions.
+    """
 
     def by_position(flags: Tensor) -> np.ndarray:
-        return torch.zeros(proposals).index_add(0, rows.slot.cpu() - 1, flags.cpu().float()).numpy()
+        return torch.zeros(proposals).index_add(0, states.slot.cpu() - 1, flags.cpu().float()).numpy()
 
-    found = {"count": by_position(torch.ones_like(rows.slot))}
-    for layer, states in enumerate(rows.states):
-        parts = [readouts(layer, part, head).argmax(dim=1) for part in states.split(ROWS_AT_ONCE)]
-        found[str(layer + 1)] = by_position(torch.cat(parts) == rows.label)
-    return found | {name: by_position(choice == rows.label) for name, choice in rows.own.items()}
+    counts = {"count": by_position(torch.ones_like(states.slot))}
+    for layer, hidden in enumerate(states.states):
+        parts = [readouts(layer, part, head).argmax(dim=1) for part in hidden.split(CHUNK)]
+        counts[str(layer + 1)] = by_position(torch.cat(parts) == states.label)
+    return counts | {name: by_position(choice == states.label) for name, choice in states.choices.items()}

@@ -1,7 +1,7 @@
-"""The figures of the studies, out of what was counted prompt by prompt.
+"""Figures of the studies, from the counts of every prompt.
 
-A record is what one prompt gave: for the readout how many first choices were right at every position, by layer; for
-the interventions K of every block, and of every block and position whether the first choice was right.
+A record holds the counts of one prompt. For the readout: how many first choices were right at every position, by
+layer. For the interventions: K of every block, and whether the first choice was right at every position.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def as_figure(found: Estimate) -> dict[str, Any]:
 
 
 def readout_figures(counts: Sequence[Mapping[str, np.ndarray]], block: int) -> dict[str, Any]:
-    """Accuracy by group of positions, of every layer and of the draft's own outputs; ``counts`` by prompt, as
-    ``readout.right_by_position`` gives them."""
+    """Accuracy by group of positions, of every layer and of the draft's own outputs.
+
+    ``counts`` are those of ``readout.count_right``, by prompt.
+    """
     names = [name for name in counts[0] if name != "count"]
     stacked = {name: np.stack([each[name] for each in counts]) for name in (*names, "count")}  # [P, M]
 
@@ -63,7 +65,7 @@ def readout_figures(counts: Sequence[Mapping[str, np.ndarray]], block: int) -> d
 
 
 def intervention_figures(records: Sequence[Record], block: int) -> dict[str, Any]:
-    """All figures of the interventions; ``records`` of the prompts that have blocks."""
+    """All figures of the interventions, from the records of the prompts that have blocks."""
     found = {
         "blocks": sum(record["blocks"] for record in records),
         "timing": timing_figures(records),
@@ -127,8 +129,8 @@ def predecessor_figures(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def flag_figures(records: Sequence[Record], study: str, reference: str | None) -> dict[str, Any]:
-    """Accuracies of every case of ``study`` at positions 2 .. M and over all of them; with a ``reference`` case also
-    the difference from it. Over all, and where the predicted predecessor is wrong, and right."""
+    """Accuracy of every case of ``study`` at positions 2 .. M and over all of them, under each condition; with a
+    ``reference`` case also the difference from it."""
     found: dict[str, Any] = {}
     for where, chosen in conditions(records).items():
         cases: dict[str, Any] = {}
@@ -146,7 +148,7 @@ def flag_figures(records: Sequence[Record], study: str, reference: str | None) -
 
 
 def conditions(records: Sequence[Record]) -> dict[str, list[np.ndarray]]:
-    """Which blocks and positions [N, M − 1] (bool) count, by prompt."""
+    """Which blocks and positions [N, M − 1] (bool) count under each condition, by prompt."""
     right = [np.array(record["predecessor_right"], dtype=bool) for record in records]
     return {
         ALL: [np.ones_like(each) for each in right],
@@ -156,7 +158,7 @@ def conditions(records: Sequence[Record]) -> dict[str, list[np.ndarray]]:
 
 
 def flag_sums(records: Sequence[Record], study: str, case: str, chosen: Sequence[np.ndarray]) -> Sums:
-    """Right ones among those that count, and how many these are, [P, M − 1] each."""
+    """How many choices are right among those that count, and how many count, [P, M − 1] each."""
     pairs = [(np.array(record[study][case]), at) for record, at in zip(records, chosen, strict=True)]
     return (
         np.stack([(flags * at).sum(axis=0) for flags, at in pairs]).astype(float),
@@ -175,7 +177,7 @@ def by_position(sums: Sums) -> list[Sums]:
 
 
 def with_reference(records: Sequence[Record]) -> list[Record]:
-    """``carried`` between two cases of ``predecessor``: nothing carried, and a block behind the right token."""
+    """``carried`` with two cases of ``predecessor`` around it: nothing carried, and the right token itself."""
 
     def between(study: Mapping[str, Any], carried: Mapping[str, Any]) -> dict[str, Any]:
         return {NONE: study[f"{RIGHT}, {PREDICTED}"], **carried, WHOLE: study[f"{RIGHT}, {RIGHT}"]}

@@ -23,7 +23,7 @@ def processor() -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers depend on beside the code."""
+    """Hardware, load and versions, as a measurement reports them."""
     facts: dict[str, Any] = {
         "cpu": processor(),
         "cores": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""Ablations: what a variant is, what the statistics say, runs that are killed and continued to the same result."""
+"""Ablations: variants, statistics, the published page, and runs that are killed and continued to the same result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import yaml
 
 from specforge_dspine.ablate import report as ablation_report
 from specforge_dspine.ablate.__main__ import main as ablate
-from specforge_dspine.ablate.runs import Place, claim
+from specforge_dspine.ablate.inputs import claim_folder
+from specforge_dspine.ablate.markdown import markdown
+from specforge_dspine.ablate.runs import VariantRun
 from specforge_dspine.ablate.statistics import (
     REVERSED,
     SHOWS,
@@ -42,8 +44,8 @@ NAMES, SEEDS = ("full", "dflash"), (1, 2)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target, features to train on, two sets of captured answers, and a recipe."""
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target, features to train on, two sets of captured responses, and a recipe."""
     root = tmp_path_factory.mktemp("ablate")
     target = save_tokenizer(build_qwen3(root / "target"))
     for name, samples, seed in (("features", 12, 0), ("near", 4, 5), ("far", 3, 6)):
@@ -59,9 +61,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def words(world: Path, out: Path, *extra: object, sets: tuple[str, ...] = ("near", "far")) -> list[str]:
-    captured = [f"captured={world / name}" for name in sets]
-    fixed = ["--recipe", world / "recipe.yaml", "--out", out, "--max-new-tokens", 16, "--sets", *captured]
+def words(toy: Path, out: Path, *extra: object, sets: tuple[str, ...] = ("near", "far")) -> list[str]:
+    captured = [f"captured={toy / name}" for name in sets]
+    fixed = ["--recipe", toy / "recipe.yaml", "--out", out, "--max-new-tokens", 16, "--sets", *captured]
     return [str(word) for word in (*fixed, *extra)]
 
 
@@ -90,40 +92,40 @@ def finish(arguments: list[str], log: Path) -> str:
     return log.read_text(encoding="utf-8")
 
 
-def traces(place: Place) -> list[dict[str, Any]]:
-    lines = (place.evaluation / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+def traces(run: VariantRun) -> list[dict[str, Any]]:
+    lines = (run.evaluation / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["trace"] for line in lines]
 
 
-def logged(place: Place) -> int:
-    return len(metrics(place.run)) if (place.run / "metrics.jsonl").exists() else 0
+def logged(run: VariantRun) -> int:
+    return len(metrics(run.run)) if (run.run / "metrics.jsonl").exists() else 0
 
 
 def test_a_killed_ablation_continues_to_the_same_result(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, alone = tmp_path / "out", tmp_path / "alone"
-    places = {(name, seed): Place(out, name, seed) for name in NAMES for seed in SEEDS}
-    struck = places["full", 1]
-    process = start(words(world, out, *both()), tmp_path / "killed.log")
+    out, single = tmp_path / "out", tmp_path / "single"
+    runs = {(name, seed): VariantRun(out, name, seed) for name in NAMES for seed in SEEDS}
+    killed = runs["full", 1]
+    process = start(words(toy, out, *both()), tmp_path / "killed.log")
     try:
-        assert wait_until(lambda: logged(struck) >= 5, process, 600)
+        assert wait_until(lambda: logged(killed) >= 5, process, 600)
     finally:
         kill_group(process)
-    assert not struck.trained and 5 <= logged(struck) < 12, "killed in the middle"
+    assert not killed.trained and 5 <= logged(killed) < 12, "killed in the middle"
 
-    said = finish(words(world, out, *both()), tmp_path / "continued.log")
+    said = finish(words(toy, out, *both()), tmp_path / "continued.log")
     assert "--resume" in said and "8 of 8 done, about 0 min left" in said
-    finish(words(world, alone, *both(("full",), (1,))), tmp_path / "alone.log")
-    undisturbed = Place(alone, "full", 1)
-    assert_same_run(struck.run, undisturbed.run)
-    assert traces(struck) == traces(undisturbed)
+    finish(words(toy, single, *both(("full",), (1,))), tmp_path / "single.log")
+    undisturbed = VariantRun(single, "full", 1)
+    assert_same_run(killed.run, undisturbed.run)
+    assert traces(killed) == traces(undisturbed)
 
     report = json.loads((out / "ablation.json").read_text(encoding="utf-8"))
     for name in NAMES:
         assert report["variants"][name]["seeds"] == list(SEEDS)
         for index, seed in enumerate(SEEDS):
-            own = traces(places[name, seed])
+            own = traces(runs[name, seed])
             of_sets = [recomputed_tau(own[:4]), recomputed_tau(own[4:])]
             mean = report["variants"][name]["tau_mean_over_sets"]["per_seed"][index]
             assert mean == pytest.approx(np.mean(of_sets), rel=1e-12)
@@ -137,30 +139,30 @@ def test_a_killed_ablation_continues_to_the_same_result(
         assert (out / f"{picture}.png").read_bytes()[:4] == b"\x89PNG" and f"{picture}.png" in page
 
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.parent != out}
-    again = finish(words(world, out, *both()), tmp_path / "again.log")
+    again = finish(words(toy, out, *both()), tmp_path / "again.log")
     assert "8 of 8 parts are done already" in again
     assert before == {path: path.stat().st_mtime_ns for path in before}, "nothing was made again"
 
     for extra, named in (
         (("--limit", 1), "sets.near.prompts was 4 and is 1"),
         (("--max-new-tokens", 8), "max_new_tokens was 16 and is 8"),
-        (("--recipe", other_recipe(world, tmp_path, "training", learning_rate=1e-4)), "training.learning_rate was"),
-        (("--recipe", other_recipe(world, tmp_path, "dspine", top_k=3)), "variants.full.top_k was 4 and is 3"),
-        (("--recipe", other_recipe(world, tmp_path, "data", hidden_states_path=str(world / "near"))), "data was 12"),
-        (("--recipe", other_recipe(world, tmp_path, "model", target_model_path=other_target(world))), "target was"),
+        (("--recipe", other_recipe(toy, tmp_path, "training", learning_rate=1e-4)), "training.learning_rate was"),
+        (("--recipe", other_recipe(toy, tmp_path, "dspine", top_k=3)), "variants.full.top_k was 4 and is 3"),
+        (("--recipe", other_recipe(toy, tmp_path, "data", hidden_states_path=str(toy / "near"))), "data was 12"),
+        (("--recipe", other_recipe(toy, tmp_path, "model", target_model_path=other_target(toy))), "target was"),
     ):
-        assert ablate(words(world, out, *both(), *extra)) == 2
+        assert ablate(words(toy, out, *both(), *extra)) == 2
         message = capsys.readouterr().err
         assert named in message and f"{out} holds an ablation of other inputs" in message
-    (struck.evaluation / "result.json").unlink()
+    (killed.evaluation / "result.json").unlink()
     assert ablation_report.main(["--ablation", str(out), "--out", str(tmp_path / "part")]) == 0
     assert "left out: full, seed 1." in (tmp_path / "part" / "ablation.md").read_text(encoding="utf-8")
     part = json.loads((tmp_path / "part" / "ablation.json").read_text(encoding="utf-8"))
     assert part["orderings"][0]["seeds"] == [2], "compared on the seeds that both have"
 
 
-def other_recipe(world: Path, folder: Path, section: str, **values: object) -> Path:
-    document = json.loads((world / "recipe.yaml").read_text(encoding="utf-8"))
+def other_recipe(toy: Path, folder: Path, section: str, **values: object) -> Path:
+    document = json.loads((toy / "recipe.yaml").read_text(encoding="utf-8"))
     document[section] |= values
     path = folder / f"{section}.yaml"
     path.write_text(json.dumps(document), encoding="utf-8")
@@ -171,26 +173,28 @@ def other_target(folder: Path) -> str:
     return str(save_tokenizer(build_qwen3(folder / "other", seed=1)))
 
 
-def test_a_failing_run_is_said_with_its_log(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_run_is_reported_with_its_log(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     variants = ["--variants", "broken:dspine.transfer_rank=4096", "--seeds", "1"]
-    assert ablate(words(world, tmp_path / "out", *variants)) == 2
+    assert ablate(words(toy, tmp_path / "out", *variants)) == 1
     log = tmp_path / "out" / "broken" / "seed1" / "train.log"
     assert f"ended with status 2; {log} ends with: error:" in capsys.readouterr().err
 
 
-def test_what_cannot_be_ablated_is_said(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_inputs_are_reported(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for extra, named in (
-        (["--variants", "fulll"], "variant 'fulll' is unknown: use full, no-refinement"),
+        (["--variants", "complete"], "variant 'complete' is unknown: use full, no-refinement"),
         (["--variants", "x:dspine.topk=3"], "dspine.topk: unknown key; did you mean 'top_k'?"),
         (
             ["--variants", "x:training.learning_rate=1e-4"],
-            "training.learning_rate=1e-4 is none of the dspine section",
+            "training.learning_rate=1e-4 is not in the dspine section",
         ),
         (["--variants", "full", "x:dspine.injection=on"], "variants full and x are the same training"),
         (["--seeds", "1", "2", "1"], "a seed occurs twice"),
-        (["--sets", f"captured={world / 'none'}"], "there is no"),
+        (["--sets", f"captured={toy / 'none'}"], "there is no"),
     ):
-        assert ablate(words(world, tmp_path / "out", *extra)) == 2
+        assert ablate(words(toy, tmp_path / "out", *extra)) == 2
         assert named in capsys.readouterr().err
     assert ablation_report.main(["--ablation", str(tmp_path)]) == 2
     assert "is it the --out of specforge_dspine.ablate?" in capsys.readouterr().err
@@ -199,13 +203,21 @@ def test_what_cannot_be_ablated_is_said(world: Path, tmp_path: Path, capsys: pyt
 
 def test_variants_may_be_added_and_not_changed(tmp_path: Path) -> None:
     inputs: dict[str, Any] = {"recipe": {"training": {"max_steps": 3}}, "variants": {"full": {"top_k": 4}}}
-    claim(tmp_path, inputs)
-    claim(tmp_path, inputs | {"variants": {"own": {"top_k": 3}}})
+    claim_folder(tmp_path, inputs)
+    claim_folder(tmp_path, inputs | {"variants": {"own": {"top_k": 3}}})
     held = json.loads((tmp_path / "inputs.json").read_text(encoding="utf-8"))
     assert held["variants"] == {"full": {"top_k": 4}, "own": {"top_k": 3}}
     with pytest.raises(ValueError, match=r"variants\.own\.top_k was 3 and is 2"):
-        claim(tmp_path, inputs | {"variants": {"own": {"top_k": 2}}})
+        claim_folder(tmp_path, inputs | {"variants": {"own": {"top_k": 2}}})
     assert json.loads((tmp_path / "inputs.json").read_text(encoding="utf-8")) == held
+
+
+def test_the_published_page_is_what_its_numbers_give() -> None:
+    folder = ROOT / "docs" / "results" / "ablation"
+    report = json.loads((folder / "ablation.json").read_text(encoding="utf-8"))
+    figures = [f"{name}.png" for name in ("curves", "positions", "sets", "cost")]
+    assert markdown(report, figures) == (folder / "ablation.md").read_text(encoding="utf-8")
+    assert all((folder / name).exists() for name in figures)
 
 
 WITHOUT_INJECTION = {"injection": False, "refinement": False, "curriculum": False}
@@ -224,8 +236,8 @@ BIDIRECTIONAL = WITHOUT_INJECTION | {"causal": False}
         ("dflash-cosine", BIDIRECTIONAL),
     ],
 )
-def test_a_variant_differs_from_the_recipe_in_its_fields_alone(world: Path, name: str, differing: Any) -> None:
-    full, other = (load_recipe(world / "recipe.yaml", VARIANTS[each].overrides) for each in ("full", name))
+def test_a_variant_differs_from_the_recipe_in_its_fields_alone(toy: Path, name: str, differing: Any) -> None:
+    full, other = (load_recipe(toy / "recipe.yaml", VARIANTS[each].overrides) for each in ("full", name))
     before, after = (each.resolved()["dspine"] for each in (full, other))
     assert {key: value for key, value in after.items() if value != before[key]} == differing
     assert other.host == full.host and after.keys() == before.keys()
@@ -245,15 +257,15 @@ def test_the_ablation_recipe_is_the_demos_trained_offline() -> None:
     assert document["data"]["hidden_states_path"] == "runs/ablation/data/train", "where make ablation captures"
 
 
-def test_variants_of_ones_own() -> None:
+def test_custom_variants() -> None:
     own = parse_variants(["full", "small:dspine.message_size=4,dspine.target_layer_ids=[0,2],dspine.top_k=2"])
     overrides = ("dspine.message_size=4", "dspine.target_layer_ids=[0,2]", "dspine.top_k=2")
     assert own == [VARIANTS["full"], Variant("small", overrides)]
     for given, message in (
         (["full", "full"], "variant 'full' occurs twice"),
-        (["full:dspine.top_k=2"], "needs a name of its own"),
-        (["a/b:dspine.top_k=2"], "needs a name of its own"),
-        (["a:"], "and what to override"),
+        (["full:dspine.top_k=2"], "needs a new name"),
+        (["a/b:dspine.top_k=2"], "needs a new name"),
+        (["a:"], "and overrides"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_variants(given)
@@ -308,12 +320,12 @@ def test_few_seeds_that_differ_by_chance_rarely_show_anything() -> None:
     assert wrong < 0.09 * 300
 
 
-def test_variants_of_other_prompts_are_not_compared() -> None:
+def test_variants_on_other_prompts_are_not_compared() -> None:
     with pytest.raises(ValueError, match="different prompts or seeds"):
         differences({"set": np.ones((3, 4, 2))}, {"set": np.ones((3, 5, 2))})
 
 
-def test_answers_without_a_round_do_not_count() -> None:
+def test_responses_without_a_round_do_not_count() -> None:
     nothing, some = Trace("a", (5, 6), 1, ()), Trace("b", (5, 6, 7), 1, (Round(1, (7,), 1),))
     assert count([[nothing, some]]).tolist() == [[[1, 1]]]
     with pytest.raises(ValueError, match="no round"):

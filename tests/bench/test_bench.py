@@ -1,4 +1,4 @@
-"""The benchmark walks through every section, and the objective's memory is bounded by its chunk. Nothing is timed."""
+"""The benchmark runs every section, and the objective's memory is bounded by its chunk. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from specforge_dspine.bench import sections as bench_sections
-from specforge_dspine.bench.__main__ import main
+from specforge_dspine.bench import checks
+from specforge_dspine.bench.__main__ import SECTIONS, main
 from specforge_dspine.bench.decode_timing import PIECES, DecodingBench
 from specforge_dspine.bench.dispatch_modes import Allocations, OperationTimes
 from specforge_dspine.bench.models import SIZES, Bench
-from specforge_dspine.bench.sections import SECTIONS
+from specforge_dspine.bench.section import GOALS
 from specforge_dspine.bench.step_timing import draft_output, objective_peak
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from tests.support.drafts import make_batch, make_blocks, make_model
@@ -40,15 +40,15 @@ def test_a_dry_run_fills_every_section(report: dict[str, Any]) -> None:
     assert list(report["sections"]) == list(SECTIONS)
     for name, section in report["sections"].items():
         assert section["status"] == "ok", name
-        assert section["rows"], name
-        for row in section["rows"]:
-            assert row["value"] > 0, row
-            assert row["quantity"] in report["table"]
+        assert section["lines"], name
+        for line in section["lines"]:
+            assert line["value"] > 0, line
+            assert line["quantity"] in report["table"]
     assert report["machine"]["cpu"] and report["machine"]["torch"] == torch.__version__
 
 
 def values(report: dict[str, Any], section: str) -> dict[str, float]:
-    return {row["quantity"]: row["value"] for row in report["sections"][section]["rows"]}
+    return {line["quantity"]: line["value"] for line in report["sections"][section]["lines"]}
 
 
 def test_the_injection_has_the_papers_parameters_at_qwen3_8b(report: dict[str, Any]) -> None:
@@ -68,14 +68,14 @@ def test_every_step_is_compared_and_every_round_kept(report: dict[str, Any]) -> 
     assert {f"DSpine ÷ {name}" for name in seconds if name != "DSpine"} < quantities.keys()
     ours, theirs = seconds["DSpine"], seconds["DFlash"]
     assert quantities["DSpine ÷ DFlash"] == pytest.approx(sum(a / b for a, b in zip(ours, theirs, strict=True)) / 2)
-    assert set(report["goals"]) == set(bench_sections.GOALS)
-    assert report["table"].count("goal ≤") == len(bench_sections.GOALS)
+    assert set(report["goals"]) == set(GOALS)
+    assert report["table"].count("goal ≤") == len(GOALS)
 
 
 def test_the_pieces_tell_every_part_of_the_objective(report: dict[str, Any]) -> None:
     kinds = report["sections"]["time"]["raw"]["objective"]
     assert {"vocabulary products", "vocabulary softmaxes and sums", "refinement", "alignment"} < kinds.keys()
-    assert values(report, "time")["supervised rows"] <= 64 * 4
+    assert values(report, "time")["supervised positions"] <= 64 * 4
 
 
 def test_a_round_of_decoding_is_split_and_the_cache_compared(report: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ def test_a_used_up_budget_stops_the_rest(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_section_that_fails_is_named_and_the_next_ones_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_sections, "VECTORS", tmp_path / "none")
+    monkeypatch.setattr(checks, "VECTORS", tmp_path / "none")
     out = tmp_path / "b.json"
     assert main(["--dry-run", "--out", str(out)]) == 1
     sections = json.loads(out.read_text(encoding="utf-8"))["sections"]
@@ -121,8 +121,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def largest_tensor(model: DSpineTrainingModel, inputs: dict[str, Any], chunk_blocks: int, *, ahead: bool) -> int:
-    """Elements of the largest tensor that a forward and backward allocates, the draft's included; ``ahead``: that a
-    look ahead does."""
+    """Elements of the largest tensor that a forward and backward allocates, the draft's included, or a look ahead."""
     model.objective_chunk_blocks = chunk_blocks
     model.zero_grad(set_to_none=True)
     with Allocations() as allocations:
@@ -130,7 +129,7 @@ def largest_tensor(model: DSpineTrainingModel, inputs: dict[str, Any], chunk_blo
             model(**inputs, window_reduce=None)
         else:
             model(**inputs).numerator.backward()
-    return allocations.largest.elements
+    return allocations.largest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -171,7 +170,7 @@ def test_allocations_count_storages_while_they_live() -> None:
         del view
         assert (allocations.live, allocations.peak) == (4000, 8000)
         assert before.t().data_ptr() == before.data_ptr()
-    assert allocations.largest[:2] == (1000, (1000,))
+    assert allocations.largest == 1000
     del doubled
     assert allocations.live == 4000, "what outlives the mode is not watched any more"
 

@@ -1,4 +1,4 @@
-"""The conformance tool passes on the golden vectors in every dtype, and reports every quantity that is off."""
+"""The conformance check passes on the golden vectors in every dtype, and reports every quantity that is wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copy_of(
 
 
 def off(file: Path, dtype: torch.dtype = torch.float64) -> set[str]:
-    """Quantities that are off, whichever of the two implementations of the distillation shows it."""
+    """Quantities that do not agree, whichever of the two implementations of the distillation shows it."""
     return {check.name.removesuffix(" (by autograd)") for check in conformance(file, dtype) if not check.ok}
 
 
@@ -89,8 +89,8 @@ def test_the_command_line_in_a_process_of_its_own(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "off: loss_shared, loss_shared (by autograd)"
-    assert "OFF   9.99e-04 (allowed 5e-05)  loss_shared" in done.stdout
+    assert done.stderr.splitlines()[-1] == "error: mismatch: loss_shared, loss_shared (by autograd)"
+    assert "MISMATCH   9.99e-04 (allowed 5e-05)  loss_shared" in done.stdout
 
 
 @pytest.mark.parametrize("key", [key for key in QUANTITIES if not key.startswith("grads_")])
@@ -152,9 +152,9 @@ def test_candidates_of_another_shape_are_named(tmp_path: Path, key: str, dtype: 
 
 
 @pytest.mark.parametrize("key", ["rows/candidates", "decode/candidates"])
-@pytest.mark.parametrize("foreign", [-1, 80, 10**6])
-def test_impossible_candidates_are_off(tmp_path: Path, key: str, foreign: int) -> None:
-    file = copy_of(FILES[0], tmp_path, tensors=lambda t: t[key].view(-1).__setitem__(-1, foreign))
+@pytest.mark.parametrize("id_", [-1, 80, 10**6])
+def test_impossible_candidates_are_off(tmp_path: Path, key: str, id_: int) -> None:
+    file = copy_of(FILES[0], tmp_path, tensors=lambda t: t[key].view(-1).__setitem__(-1, id_))
     assert key in off(file)
 
 
@@ -236,7 +236,7 @@ def without_rms(self: Any, layer: int, state: Tensor, receiver: Tensor, predeces
     return state + write(gate * write(predecessor, self.message), self.writes[layer])
 
 
-def everywhere_normalised(numerator: Tensor, denominator: Tensor) -> Tensor:
+def everywhere_normalized(numerator: Tensor, denominator: Tensor) -> Tensor:
     return numerator / (denominator + 1)
 
 
@@ -262,7 +262,7 @@ BUGS = {
     "normalized by one too much": (
         loss,
         "weighted_mean",
-        everywhere_normalised,
+        everywhere_normalized,
         {"loss_separate", "loss_shared", "grads_separate/norm.weight"},
     ),
 }

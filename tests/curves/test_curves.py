@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from specforge_dspine.curves import runs
-from specforge_dspine.curves import toy_target as curve_world
-from specforge_dspine.curves.__main__ import load_reference, main, save_reference
-from specforge_dspine.curves.compare import Curve, Deviation, agree, compare, compare_part, draw, tolerance_of
-from specforge_dspine.curves.equivalence import GROUPS, check_group
-from specforge_dspine.curves.runs import CURVES, Spec, run_curve, world_in
+from specforge_dspine.curves import runs, toy_target
+from specforge_dspine.curves.__main__ import main
+from specforge_dspine.curves.compare import Curve, Deviation, agree, compare, compare_part, draw_curve, tolerance_of
+from specforge_dspine.curves.equivalence import check_group
+from specforge_dspine.curves.references import load_reference, save_reference
+from specforge_dspine.curves.runs import CURVES, Spec, run_curve, toy_data_in
 
 REFERENCES = Path(__file__).parent
 STEPS = 72
@@ -23,9 +23,9 @@ STEPS = 72
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the curves' world."""
+    """A folder with the curves' toy data."""
     root = tmp_path_factory.mktemp("curves")
-    world_in(root)
+    toy_data_in(root)
     return root
 
 
@@ -45,7 +45,7 @@ def test_a_reference_says_what_made_it_and_passes_warmup_and_curriculum(name: st
     assert content["recipe"]["dspine"]["replacement_end_ratio"] * content["steps"] < content["steps"] / 2
     loss = content["parts"]["ce"]
     fall = 0.8 if content["recipe"]["dspine"]["injection"] else 0.85  # the text is told by the predecessor
-    assert sum(loss[-12:]) < fall * sum(loss[:12]), "nothing is learnt: the curve would show nothing"
+    assert sum(loss[-12:]) < fall * sum(loss[:12]), "nothing is learned: the curve would show nothing"
     text = (REFERENCES / f"{name}.json").read_text(encoding="utf-8")
     assert '"/' not in text, "a path of a machine"
 
@@ -169,17 +169,21 @@ def test_a_reference_survives_writing_and_reading(tmp_path: Path) -> None:
 
 def test_picture_of_a_deviation(tmp_path: Path) -> None:
     curve = shifted("loss", 0.1, start=30)
-    draw(tmp_path / "made.png", make_curve(), curve, compare(make_curve(), curve))
+    draw_curve(tmp_path / "made.png", make_curve(), curve, compare(make_curve(), curve))
     assert (tmp_path / "made.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["made.png"]
 
 
 def test_check_says_what_to_do_without_a_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--only", "dspine", "--dir", str(tmp_path)]) == 2
-    assert "record it with python -m specforge_dspine.curves record --only dspine" in capsys.readouterr().err
+    advice = "record it with python -m specforge_dspine.curves record --only dspine"
+    assert advice in capsys.readouterr().err
     (tmp_path / "dspine.json").write_text("{", encoding="utf-8")
     assert main(["check", "--only", "dspine", "--dir", str(tmp_path)]) == 2
-    assert "dspine.json is no reference" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "dspine.json is not JSON" in error and advice in error
+    assert main(["check", "--only", "dspin", "--dir", str(tmp_path)]) == 2
+    assert "--only dspin: the curves are dspine, no_injection" in capsys.readouterr().err
 
 
 def test_check_names_part_and_step_and_draws(
@@ -194,7 +198,7 @@ def test_check_names_part_and_step_and_draws(
     monkeypatch.setitem(CURVES, "dspine", Spec("dspine", (*short, "dspine.ce_weight=0.12")))
     assert main(["check", "--only", "dspine", "--dir", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
     output = capsys.readouterr().out
-    assert "OFF  dspine" in output and "loss: absolute" in output and "from step 1" in output
+    assert "MISMATCH dspine" in output and "loss: absolute" in output and "from step 1" in output
     assert "dspine.ce_weight: recorded with 0.1, now 0.12" in output
     assert (tmp_path / "out" / "dspine.png").exists()
     assert main(["plot", "--only", "dspine", "--dir", str(tmp_path), "--out", str(tmp_path / "plot")]) == 0
@@ -213,7 +217,7 @@ def test_runs_repeat_bit_for_bit_in_one_process_and_leave_its_threads_alone(work
 def test_a_patched_function_is_used_by_the_next_run_and_by_it_alone(
     workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the transfer space nor the world's states come from a cache of another run."""
+    """Neither the transfer space nor the toy target's states come from a cache of another run."""
     from specforge_dspine.modeling import transfer_space as transfer
     from specforge_dspine.training import specforge_algorithm as registration
 
@@ -228,23 +232,23 @@ def test_a_patched_function_is_used_by_the_next_run_and_by_it_alone(
         patch.setattr(registration, "cached_transfer_space", uncached)
         assert run_curve(spec, workdir).parts["align_0"] != plain.parts["align_0"]
     with monkeypatch.context() as patch:
-        original = curve_world.captured_states
-        patch.setattr(curve_world, "captured_states", lambda *a: tuple(2 * x for x in original(*a)))
+        original = toy_target.captured_states
+        patch.setattr(toy_target, "captured_states", lambda *a: tuple(2 * x for x in original(*a)))
         assert run_curve(spec, tmp_path).parts["l1"] != plain.parts["l1"]
     assert run_curve(spec, workdir).parts == plain.parts
 
 
-def test_the_worlds_target_prefers_the_chain(workdir: Path) -> None:
+def test_the_toy_target_prefers_the_chain(workdir: Path) -> None:
     """The teacher puts its mass on the two successors, depends a little on more than the last word, and needs the
     final norm."""
-    model, successors = curve_world.build_target(curve_world.SEED)
-    text = curve_world.draw_text(successors, curve_world.SEED)
+    model, successors = toy_target.build_target(toy_target.SEED)
+    text = toy_target.draw_text(successors, toy_target.SEED)
     ids = torch.tensor(max((sample["input_ids"] for sample in text), key=len))
     with torch.no_grad():
-        _, last = curve_world.captured_states(model, ids, curve_world.TAPS)
+        _, last = toy_target.captured_states(model, ids, toy_target.TAPS)
         p = (last[0] @ model.lm_head.weight.T).softmax(dim=-1)
         alone = (
-            curve_world.captured_states(model, ids[-1:], curve_world.TAPS)[1][0, 0] @ model.lm_head.weight.T
+            toy_target.captured_states(model, ids[-1:], toy_target.TAPS)[1][0, 0] @ model.lm_head.weight.T
         ).softmax(-1)
         raw = model.model(ids[None], output_hidden_states=True)
         logits = model(ids[None]).logits[0]
@@ -255,26 +259,26 @@ def test_the_worlds_target_prefers_the_chain(workdir: Path) -> None:
     assert (raw.last_hidden_state - last).abs().max() == 0
 
 
-def test_the_worlds_samples_vary(workdir: Path) -> None:
+def test_the_toy_samples_vary(workdir: Path) -> None:
     """Prompts, holes, short samples; some rows are padding and the first of them is the mask."""
-    _, successors = curve_world.build_target(curve_world.SEED)
-    samples = curve_world.draw_text(successors, curve_world.SEED)
+    _, successors = toy_target.build_target(toy_target.SEED)
+    samples = toy_target.draw_text(successors, toy_target.SEED)
     lengths = {len(sample["input_ids"]) for sample in samples}
     assert min(lengths) < 12 and len(lengths) > 8
     assert all(sample["loss_mask"][:2] == [0, 0] for sample in samples)
     holes = [sum(a < b for a, b in zip(s["loss_mask"], s["loss_mask"][1:], strict=False)) for s in samples]
     assert 3 < sum(count == 2 for count in holes) < len(samples) / 2
-    assert len(list((workdir / "world" / "features").glob("*.ckpt"))) == len(samples) == curve_world.SAMPLES
-    tokenizer = AutoTokenizer.from_pretrained(workdir / "world" / "target")
-    assert len(tokenizer) == curve_world.ENTRIES < curve_world.VOCAB
-    assert max(max(sample["input_ids"]) for sample in samples) < curve_world.ENTRIES
-    assert runs.recipe_of(CURVES["dspine"], workdir / "world", workdir).dspine.replacement_layers == 2
+    assert len(list((workdir / "toy_data" / "features").glob("*.ckpt"))) == len(samples) == toy_target.SAMPLES
+    tokenizer = AutoTokenizer.from_pretrained(workdir / "toy_data" / "target")
+    assert len(tokenizer) == toy_target.ENTRIES < toy_target.VOCAB
+    assert max(max(sample["input_ids"]) for sample in samples) < toy_target.ENTRIES
+    assert runs.recipe_of(CURVES["dspine"], workdir / "toy_data", workdir).dspine.replacement_layers == 2
 
 
 def test_chunks_do_not_change_the_curve(workdir: Path) -> None:
-    assert check_group(GROUPS["chunks"], workdir) == []
+    assert check_group("chunks", workdir) == []
 
 
 @pytest.mark.ranks
 def test_how_a_window_is_split_does_not_change_the_curve(workdir: Path) -> None:
-    assert check_group(GROUPS["window"], workdir) == []
+    assert check_group("window", workdir) == []

@@ -1,4 +1,4 @@
-"""The nets hold: each named mistake, patched into what training calls, turns conformance or the curve red."""
+"""Each named mistake, patched into what training calls, is found by conformance or by the curve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.mistakes import CONTROL, MISTAKES, REFERENCES, Caught, caught_by, world_in
+from tests.support.mistakes import CONTROL, MISTAKES, REFERENCES, Caught, caught_by, toy_data_in
 
 pytestmark = pytest.mark.slow
 
@@ -15,9 +15,9 @@ BY_CURVES = 12  # mistakes at least that the curve alone has to see
 
 @pytest.fixture(scope="module")
 def caught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Caught]]:
-    """Both nets under each mistake, in one process: patches must not outlive their mistake."""
+    """Both checks under each mistake, in one process: patches must not outlive their mistake."""
     folder = tmp_path_factory.mktemp("mistakes")
-    world_in(folder)
+    toy_data_in(folder)
     results = {"before all": caught_by(CONTROL, folder)}
     results |= {mistake.name: caught_by(mistake, folder) for mistake in MISTAKES.values()}
     yield results | {CONTROL.name: caught_by(CONTROL, folder)}
@@ -27,8 +27,8 @@ def test_there_are_twenty_mistakes_and_more() -> None:
     assert len(MISTAKES) >= 20
 
 
-def test_without_a_mistake_both_nets_are_green(caught: dict[str, Caught]) -> None:
-    """Before the first, and after every mistake was taken back."""
+def test_without_a_mistake_both_checks_pass(caught: dict[str, Caught]) -> None:
+    """Before the first, and after every mistake was undone."""
     assert caught["before all"] == caught[CONTROL.name] == Caught([], [])
 
 
@@ -41,8 +41,8 @@ def test_the_curve_alone_sees_most(caught: dict[str, Caught]) -> None:
     assert sum(bool(caught[name].curve) for name in MISTAKES) >= BY_CURVES
 
 
-def test_the_published_table_says_which_net_sees_what(caught: dict[str, Caught]) -> None:
-    """``tests/curves/README.md``: a dash where a net is silent."""
+def test_the_published_table_names_the_checks_that_find_each(caught: dict[str, Caught]) -> None:
+    """``tests/curves/README.md``: a dash where a check finds nothing."""
     text = (REFERENCES / "README.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     table = {row[0]: (row[1] != "–", row[2] != "–") for row in rows if len(row) == 3}

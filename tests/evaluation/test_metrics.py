@@ -16,7 +16,7 @@ from specforge_dspine.evaluation.metrics import (
 from tests.support import ROOT
 from tests.support.reports import check_report
 
-PUBLISHED = ROOT / "docs" / "demo" / "report.json"
+PUBLISHED = ROOT / "docs" / "results" / "demo" / "report.json"
 
 ROUNDS = (Round(2, (3, 9, 9), 1), Round(4, (5, 6, 7), 3), Round(8, (1, 1, 1), 0), Round(9, (10, 11, 12), 3))
 FOUR_ROUNDS = Trace("a", tuple(range(14)), 2, ROUNDS)

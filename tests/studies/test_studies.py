@@ -1,8 +1,9 @@
-"""The studies of a draft's layers: interventions against the slow way, constructed drafts, readouts, the command."""
+"""Studies of a draft's layers: interventions against ordinary forwards, constructed drafts, readouts, commands."""
 
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.studies.__main__ import main
 from specforge_dspine.studies.branches import Branches, block_view, draft_from, encode, history
 from specforge_dspine.studies.interventions import (
-    Twins,
+    PairedBlocks,
     carried,
     codes,
     position_groups,
@@ -35,10 +36,12 @@ from specforge_dspine.studies.interventions import (
     whole_blocks,
 )
 from specforge_dspine.studies.layer_hooks import codes_by_layer, masks_by_layer, recorded_states
-from specforge_dspine.studies.readout import Readouts, Rows, captured_rows, fit, right_by_position
+from specforge_dspine.studies.readout import LayerStates, Readouts, captured_states, count_right, fit
+from specforge_dspine.studies.report import readout_markdown, remarks, timing_markdown
 from specforge_dspine.studies.statistics import difference, intervention_figures, ratio, relative
-from specforge_dspine.utils.files import to_line
+from specforge_dspine.utils.files import read_json, to_line
 from specforge_dspine.utils.ledger import Ledger
+from tests.support import ROOT
 from tests.support.drafts import HIDDEN, MASK_ID, VOCAB, make_batch, make_blocks, make_model
 from tests.support.features import write_features
 from tests.support.pairs import TAPS, tiny_drafter, tiny_target
@@ -55,8 +58,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class World:
-    """A tiny target's own greedy answer, and the branches of a random draft's proposals on it."""
+class ToyStudy:
+    """A tiny target's own greedy response, and the branches of a random draft's proposals on it."""
 
     def __init__(self, kind: str) -> None:
         self.target = tiny_target(WORDS)
@@ -77,8 +80,8 @@ class World:
 
     @torch.no_grad()
     def block(self, ids: Tensor, at: int, right_in: tuple[int, ...] = ()) -> Any:
-        """The draft's ordinary forward over one block of ``ids``, whose target states are computed anew; those of the
-        right sequence in the layers ``right_in``."""
+        """The draft's ordinary forward over one block of ``ids``, with target states of ``ids``; in the layers
+        ``right_in`` with those of the right sequence."""
         right = self.draft.hidden_norm(self.draft.fc(self.taps[None]))
         handles = [
             self.draft.layers[layer - 1].register_forward_pre_hook(
@@ -106,82 +109,82 @@ class World:
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
-def world(request: pytest.FixtureRequest) -> World:
-    return World(request.param)
+def toy(request: pytest.FixtureRequest) -> ToyStudy:
+    return ToyStudy(request.param)
 
 
-def test_branches_are_encoded_as_sequences_of_their_own(world: World) -> None:
-    length = len(world.ids)
-    assert not torch.equal(world.branches.tokens[:, :M], world.branches.label(torch.arange(1, M + 1)[None]))
-    torch.testing.assert_close(world.branches.taps[:length], world.taps, rtol=1e-4, atol=1e-5)
+def test_branches_are_encoded_as_sequences_of_their_own(toy: ToyStudy) -> None:
+    length = len(toy.ids)
+    assert not torch.equal(toy.branches.tokens[:, :M], toy.branches.label(torch.arange(1, M + 1)[None]))
+    torch.testing.assert_close(toy.branches.taps[:length], toy.taps, rtol=1e-4, atol=1e-5)
     for n, anchor in enumerate(ANCHORS):
-        own = world.branches.taps[length + n * M : length + (n + 1) * M]
-        expected = world.states(world.substituted(n, M))[anchor + 1 : anchor + 1 + M]
+        own = toy.branches.taps[length + n * M : length + (n + 1) * M]
+        expected = toy.states(toy.substituted(n, M))[anchor + 1 : anchor + 1 + M]
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("predicted", [False, True])
-def test_a_new_block_is_an_ordinary_one_on_that_history(world: World, predicted: bool) -> None:
+def test_a_new_block_is_an_ordinary_one_on_that_history(toy: ToyStudy, predicted: bool) -> None:
     """Right history: the forward from the new anchor. Predicted: the same on the sequence with proposals in it."""
     for offset in range(M):
         owner = torch.arange(len(ANCHORS))
-        context = history(world.branches, owner, torch.full_like(owner, offset), predicted=predicted)
-        mask = block_view(context, BLOCK, causal=world.draft.settings.causal)
-        positions = world.anchors + offset
-        out = draft_from(world.draft, world.drafter.embedding, world.branches, positions, world.ids[positions], mask)
+        context = history(toy.branches, owner, torch.full_like(owner, offset), predicted=predicted)
+        mask = block_view(context, BLOCK, causal=toy.draft.settings.causal)
+        positions = toy.anchors + offset
+        out = draft_from(toy.draft, toy.drafter.embedding, toy.branches, positions, toy.ids[positions], mask)
         for n, at in enumerate(positions.tolist()):
-            ids = world.substituted(n, max(0, offset - 1)) if predicted else world.ids
-            expected = world.block(ids, at)
+            ids = toy.substituted(n, max(0, offset - 1)) if predicted else toy.ids
+            expected = toy.block(ids, at)
             torch.testing.assert_close(out.hidden[0, n], expected.hidden[0, 0], rtol=1e-3, atol=1e-4)
 
 
-def test_timing_counts_what_the_ordinary_forward_would(world: World) -> None:
+def test_timing_counts_what_the_ordinary_forward_would(toy: ToyStudy) -> None:
     k = 2
-    found = timing(world.drafter, world.branches, k)
-    assert set(found) == ({"backbone", "refined"} if world.draft.settings.refinement else {"backbone"})
+    found = timing(toy.drafter, toy.branches, k)
+    assert set(found) == ({"backbone", "refined"} if toy.draft.settings.refinement else {"backbone"})
     assert set(found["backbone"]) == {"none", "2", "all"}
     for schedule, right_in in (("none", ()), ("2", (2,)), ("all", (1, 2))):
         for n, anchor in enumerate(ANCHORS):
             at, right = anchor + k + 1, 0
-            chosen = world.first_choices(world.substituted(n, k), at, right_in)
-            while right < M - k - 1 and chosen[right] == int(world.ids[at + right + 1]):
+            chosen = toy.first_choices(toy.substituted(n, k), at, right_in)
+            while right < M - k - 1 and chosen[right] == int(toy.ids[at + right + 1]):
                 right += 1
             assert found["backbone"][schedule][n] == right, (schedule, n)
     assert not torch.equal(found["backbone"]["none"], found["backbone"]["all"])
 
 
-def test_what_is_right_of_the_proposals(world: World) -> None:
+def test_what_is_right_of_the_proposals(toy: ToyStudy) -> None:
     for k in range(3):
-        found = proposals_right(world.branches, k)
+        found = proposals_right(toy.branches, k)
         assert found["predecessor_right"].shape == (len(ANCHORS), M - 1)
         for n, anchor in enumerate(ANCHORS):
-            right = [int(world.branches.tokens[n, t]) == int(world.ids[anchor + t + 1]) for t in range(M)]
+            right = [int(toy.branches.tokens[n, t]) == int(toy.ids[anchor + t + 1]) for t in range(M)]
             assert found["history_wrong"][n] == (not all(right[:k]))
             assert found["predecessor_right"][n].tolist() == right[:-1]
 
 
-def test_predecessors_are_compared_as_the_ordinary_forward_would(world: World) -> None:
-    found = predecessor(world.drafter, world.branches)
+def test_predecessors_are_compared_as_the_ordinary_forward_would(toy: ToyStudy) -> None:
+    found = predecessor(toy.drafter, toy.branches)
     for case, flags in found.items():
         before, token = case.split(", ")
         for n, anchor in enumerate(ANCHORS[:3]):
             for t in range(2, M + 1):
-                own = int(world.branches.tokens[n, t - 2]) if token == "predicted" else int(world.ids[anchor + t - 1])
-                ids = world.substituted(n, t - 2 if before == "predicted" else 0)
+                own = int(toy.branches.tokens[n, t - 2]) if token == "predicted" else int(toy.ids[anchor + t - 1])
+                ids = toy.substituted(n, t - 2 if before == "predicted" else 0)
                 ids[anchor + t - 1] = own
-                right = world.first_choices(ids, anchor + t - 1)[0] == int(world.ids[anchor + t])
+                right = toy.first_choices(ids, anchor + t - 1)[0] == int(toy.ids[anchor + t])
                 assert bool(flags[n, t - 2]) == right, (case, n, t)
     for case in ("right, predicted", "predicted, right"):
         assert not torch.equal(found[case], found["right, right"])
 
 
-def choosing(world: World, schedule: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Final states of the first slots of right and of predicted twins."""
-    twins = Twins(world.drafter, world.branches, predicted_history=False)
-    mask = twins.lending()
-    with masks_by_layer(world.draft, {layer - 1: mask for layer in schedule}):
-        embedding, positions = world.drafter.embedding, twins.positions.repeat(2)
-        out = draft_from(world.draft, embedding, world.branches, positions, twins.tokens, twins.mask)
+def choosing(toy: ToyStudy, schedule: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Final states of the first slots of the blocks with the right and with the predicted token."""
+    blocks = PairedBlocks(toy.drafter, toy.branches, predicted_history=False)
+    mask = blocks.right_token_mask
+    with masks_by_layer(toy.draft, {layer - 1: mask for layer in schedule}):
+        embedding, positions = toy.drafter.embedding, blocks.positions.repeat(2)
+        out = draft_from(toy.draft, embedding, toy.branches, positions, blocks.tokens, blocks.mask)
     right, predicted = out.hidden[0, :, 1].chunk(2)
     return right, predicted
 
@@ -189,50 +192,50 @@ def choosing(world: World, schedule: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", ["causal", "dflash"])
 def test_a_predecessor_carried_into_every_layer_is_the_right_one(kind: str) -> None:
     """Without injections the anchor speaks to the other slots by its keys and values alone."""
-    world = World(kind)
-    wrong = (world.branches.tokens[:, :-1] != world.branches.label(torch.arange(1, M)[None])).flatten()
+    toy = ToyStudy(kind)
+    wrong = (toy.branches.tokens[:, :-1] != toy.branches.label(torch.arange(1, M)[None])).flatten()
     assert wrong.any()
-    right, alone = choosing(world, ())
+    right, alone = choosing(toy, ())
     assert (right - alone)[wrong].norm(dim=-1).min() > 1e-3
-    again, every = choosing(world, (1, 2))
+    again, every = choosing(toy, (1, 2))
     torch.testing.assert_close(again, right, rtol=0, atol=0)
     torch.testing.assert_close(every, right, rtol=1e-4, atol=1e-5)
     for schedule in ((1,), (2,)):
-        assert (choosing(world, schedule)[1] - right)[wrong].norm(dim=-1).min() > 1e-4
-    found = carried(world.drafter, world.branches)
-    assert torch.equal(found["1+2"], predecessor(world.drafter, world.branches)["right, right"])
+        assert (choosing(toy, schedule)[1] - right)[wrong].norm(dim=-1).min() > 1e-4
+    found = carried(toy.drafter, toy.branches)
+    assert torch.equal(found["1+2"], predecessor(toy.drafter, toy.branches)["right, right"])
 
 
 def test_a_draft_that_reads_its_predecessor_in_layer_2_alone_shows_it() -> None:
-    world = World("causal")
+    toy = ToyStudy("causal")
     with torch.no_grad():
-        world.draft.layers[0].self_attn.o_proj.weight.zero_()  # layer 1 sees nothing of other slots
-        world.draft.layers[1].self_attn.o_proj.weight.mul_(8)
-    right, alone = choosing(world, ())
-    torch.testing.assert_close(choosing(world, (1,))[1], alone, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(choosing(world, (2,))[1], right, rtol=1e-4, atol=1e-5)
+        toy.draft.layers[0].self_attn.o_proj.weight.zero_()  # layer 1 sees nothing of other slots
+        toy.draft.layers[1].self_attn.o_proj.weight.mul_(8)
+    right, alone = choosing(toy, ())
+    torch.testing.assert_close(choosing(toy, (1,))[1], alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(choosing(toy, (2,))[1], right, rtol=1e-4, atol=1e-5)
     assert (right - alone).norm(dim=-1).max() > 1e-2
-    found, ends = carried(world.drafter, world.branches), predecessor(world.drafter, world.branches)
+    found, ends = carried(toy.drafter, toy.branches), predecessor(toy.drafter, toy.branches)
     assert torch.equal(found["1"], ends["right, predicted"]) and torch.equal(found["2"], ends["right, right"])
     assert not torch.equal(found["1"], found["2"])
 
 
 def test_codes_in_the_last_layer_are_the_refinement() -> None:
-    world = World("dspine")
-    found = codes(world.drafter, world.branches)
+    toy = ToyStudy("dspine")
+    found = codes(toy.drafter, toy.branches)
     assert list(found)[:4] == ["none", "right, 1", "right, 1+2", "right, 2"]
     differing = 0
     for n, anchor in enumerate(ANCHORS):
-        out = world.block(world.ids, anchor)
+        out = toy.block(toy.ids, anchor)
         sources = {
-            "right": world.ids[anchor : anchor + M],
-            "predicted": torch.cat([world.ids[anchor][None], world.branches.tokens[n, :-1]]),
+            "right": toy.ids[anchor : anchor + M],
+            "predicted": torch.cat([toy.ids[anchor][None], toy.branches.tokens[n, :-1]]),
         }
-        labels = world.ids[anchor + 1 : anchor + BLOCK]
+        labels = toy.ids[anchor + 1 : anchor + BLOCK]
         for source, tokens in sources.items():
             with torch.no_grad():
-                refined = world.draft.refine(out.pre_injection[0, 0, 1:], tokens)
-            right = (refined @ world.drafter.head.T)[:, :-1].argmax(dim=1) == labels
+                refined = toy.draft.refine(out.pre_injection[0, 0, 1:], tokens)
+            right = (refined @ toy.drafter.head.T)[:, :-1].argmax(dim=1) == labels
             assert torch.equal(found[f"{source}, 2"][n], right[1:])
         differing += int((found["right, 2"][n] != found["none"][n]).sum())
     assert differing > 0
@@ -316,7 +319,7 @@ def test_schedules_and_groups() -> None:
         assert [t for group in position_groups(block).values() for t in group] == list(range(1, block))
 
 
-def test_whole_blocks_lie_inside_of_answers() -> None:
+def test_whole_blocks_lie_inside_of_responses() -> None:
     mask = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1])
     assert whole_blocks(mask, 3, "a", limit=9, seed=0).tolist() == [2, 3]
     assert whole_blocks(mask, 5, "a", limit=9, seed=0).tolist() == []
@@ -343,7 +346,15 @@ def test_intervals_are_those_of_prompts() -> None:
     assert ratio((0 * hits, 0 * counts))["value"] is None
 
 
-def planted(count: int, seed: int, *, vocab: int = 40, width: int = 32) -> tuple[Rows, Tensor]:
+def test_published_pages_are_what_their_numbers_give() -> None:
+    folder = ROOT / "docs" / "results" / "studies"
+    readout, timing = (read_json(folder / f"{name}.json") for name in ("readout", "timing"))
+    assert readout_markdown(readout) == (folder / "readout.md").read_text(encoding="utf-8")
+    assert timing_markdown(timing) == (folder / "timing.md").read_text(encoding="utf-8")
+    assert remarks(timing) == timing["notes"]
+
+
+def planted(count: int, seed: int, *, vocab: int = 40, width: int = 32) -> tuple[LayerStates, Tensor]:
     """Layer 1 holds noise, layer 2 a linear code of the label, in directions that the head does not read."""
     fixed = torch.Generator().manual_seed(0)
     head = torch.randn(vocab, width, generator=fixed) / 4
@@ -352,28 +363,28 @@ def planted(count: int, seed: int, *, vocab: int = 40, width: int = 32) -> tuple
     label = torch.randint(0, vocab, (count,), generator=generator)
     noise = torch.randn(2, count, width, generator=generator)
     states = torch.stack([noise[0], code[label] + 0.1 * noise[1]])
-    return Rows(states, label, torch.arange(count) % 3 + 1, {}), head
+    return LayerStates(states, label, torch.arange(count) % 3 + 1, {}), head
 
 
-def readouts_for(rows: Rows, rank: int = 32) -> Readouts:
-    return Readouts(len(rows.states), rows.states.shape[-1], rank, torch.Generator().manual_seed(0))
+def readouts_for(states: LayerStates, rank: int = 32) -> Readouts:
+    return Readouts(len(states.states), states.states.shape[-1], rank, torch.Generator().manual_seed(0))
 
 
-def test_a_readout_starts_as_the_head_on_the_normalised_state() -> None:
-    rows, head = planted(50, 1)
-    state = rows.states[1]
+def test_a_readout_starts_as_the_head_on_the_normalized_state() -> None:
+    states, head = planted(50, 1)
+    state = states.states[1]
     unit = state / state.square().mean(dim=-1, keepdim=True).sqrt()
     expected = (unit @ head.T).softmax(dim=-1)
-    torch.testing.assert_close(readouts_for(rows)(1, state, head).softmax(dim=-1), expected)
+    torch.testing.assert_close(readouts_for(states)(1, state, head).softmax(dim=-1), expected)
 
 
 def test_a_planted_code_is_recovered_in_its_layer_alone() -> None:
     selection, head = planted(200, 2)
     fresh, _ = planted(300, 3)
     readouts = readouts_for(selection)
-    before = right_by_position(readouts, head, fresh, 3)
-    history = fit(readouts, head, lambda step: planted(200, 100 + step)[0], selection, steps=300, rate=1e-2)
-    after = right_by_position(readouts, head, fresh, 3)
+    before = count_right(readouts, head, fresh, 3)
+    history = fit(readouts, head, (planted(200, 100 + step)[0] for step in count()), selection, steps=300, rate=1e-2)
+    after = count_right(readouts, head, fresh, 3)
     assert after["count"].tolist() == [100, 100, 100]
     assert before["2"].sum() < 60 and after["2"].sum() > 290
     assert after["1"].sum() < 40, "noise stays noise: 1 in 40"
@@ -382,28 +393,28 @@ def test_a_planted_code_is_recovered_in_its_layer_alone() -> None:
 
 
 def test_what_selects_decides_layer_by_layer() -> None:
-    """Steps that harm layer 1, whose rows are noise, and help layer 2: the one stays as it was, the other moves."""
+    """Steps that harm layer 1, whose states are noise, and help layer 2: the one stays as it was, the other moves."""
     selection, head = planted(200, 2)
     readouts = readouts_for(selection)
     start = readouts.bias.detach().clone()
-    history = fit(readouts, head, lambda step: planted(20, 100 + step)[0], selection, steps=20, rate=0.05)
+    history = fit(readouts, head, (planted(20, 100 + step)[0] for step in count()), selection, steps=20, rate=0.05)
     assert min(history, key=lambda each: each["ce"][0])["step"] == 0
     assert torch.equal(readouts.bias[0], start[0]) and not readouts.up[0].any()
     assert readouts.up[1].any() and history[-1]["ce"][1] < history[0]["ce"][1]
 
 
-def test_rows_hold_the_states_labels_and_choices_of_their_slots() -> None:
+def test_captured_states_come_with_labels_and_choices_of_their_slots() -> None:
     model = make_model(block=5, dtype=torch.float32)
     draft, batch = model.draft_model, make_batch(1, 20, dtype=torch.float32)
     drafter = BlockDrafter(draft, model.lm_head.weight, model.embed_tokens.weight)
     ids = batch["input_ids"][0]
     mask = torch.tensor([0] * 14 + [1] * 4 + [0] * 2)  # anchors 14, 15 and 16
     record = {"input_ids": ids, "loss_mask": mask, "hidden_states": batch["hidden_states"]}
-    rows = captured_rows(drafter, record, "x", anchors=9, seed=0, own=True)
+    states = captured_states(drafter, record, "x", anchors=9, seed=0, with_choices=True)
     places = [(a, t) for a in (14, 15, 16) for t in range(1, 18 - a)]
-    assert rows.slot.tolist() == [t for _, t in places]
-    assert rows.label.tolist() == [int(ids[a + t]) for a, t in places]
-    assert rows.states.shape == (3, 6, HIDDEN)
+    assert states.slot.tolist() == [t for _, t in places]
+    assert states.label.tolist() == [int(ids[a + t]) for a, t in places]
+    assert states.states.shape == (3, 6, HIDDEN)
     out = drafter.draft(  # one block by itself
         position_ids=torch.cat([torch.arange(15), torch.arange(15, 20)])[None],
         attention_mask=block_view(torch.ones(1, 15, dtype=torch.bool), 5, causal=True),
@@ -412,22 +423,24 @@ def test_rows_hold_the_states_labels_and_choices_of_their_slots() -> None:
         predecessor_ids=ids[15:19][None, None],
     )
     row = places.index((15, 2))
-    torch.testing.assert_close(draft.norm(rows.states[-1, row]), out.hidden[0, 0, 2], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(draft.norm(states.states[-1, row]), out.hidden[0, 0, 2], rtol=1e-4, atol=1e-4)
     logits = F.linear(out.hidden[0, 0, 2], drafter.head)
     logits[MASK_ID] = -torch.inf
-    assert rows.own["backbone"][row] == logits.argmax()
+    assert states.choices["backbone"][row] == logits.argmax()
     options = logits.topk(draft.settings.top_k).indices
     refined = draft.refine(out.pre_injection[0, 0, 2], ids[16])
-    assert rows.own["refined"][row] == options[(drafter.head[options] @ refined).argmax()]
-    assert rows.label.max() < VOCAB
+    assert states.choices["refined"][row] == options[(drafter.head[options] @ refined).argmax()]
+    assert states.label.max() < VOCAB
     nothing = record | {"loss_mask": torch.zeros(20, dtype=torch.long)}
-    assert len(captured_rows(drafter, nothing, "x", anchors=9, seed=0).label) == 0
+    assert len(captured_states(drafter, nothing, "x", anchors=9, seed=0).label) == 0
 
 
 def test_right_choices_are_counted_where_they_are() -> None:
     label = torch.tensor([4, 4, 7, 9])
-    rows = Rows(torch.zeros(1, 4, 8), label, torch.tensor([1, 1, 3, 2]), {"backbone": torch.tensor([4, 5, 7, 9])})
-    found = right_by_position(readouts_for(rows), torch.zeros(12, 8), rows, 3)
+    states = LayerStates(
+        torch.zeros(1, 4, 8), label, torch.tensor([1, 1, 3, 2]), {"backbone": torch.tensor([4, 5, 7, 9])}
+    )
+    found = count_right(readouts_for(states), torch.zeros(12, 8), states, 3)
     assert found["count"].tolist() == [2, 1, 1] and found["backbone"].tolist() == [1, 1, 1]
     assert found["1"].tolist() == [0, 0, 0], "all logits equal: id 0 is the first choice"
 
@@ -527,8 +540,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target with features of it, and drafts for it."""
     root = tmp_path_factory.mktemp("studies")
     target = save_tokenizer(build_qwen3(root / "target"))
-    for split, count, seed in (("train", 6, 0), ("heldout", 6, 1)):
-        samples = write_samples(root / f"{split}.jsonl", count, seed=seed)
+    for split, samples_count, seed in (("train", 6, 0), ("heldout", 6, 1)):
+        samples = write_samples(root / f"{split}.jsonl", samples_count, seed=seed)
         write_features(target, samples, root / split, LAYERS)
     for kind in ("dspine", "dflash"):
         export_draft(target, root / kind, kind)
@@ -627,7 +640,7 @@ def test_a_stopped_study_continues_and_other_inputs_are_refused(
         ("readout", ["--limit", "1"], "gives 1 sample"),
     ],
 )
-def test_what_cannot_be_studied_is_said(
+def test_unusable_inputs_are_reported(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], study: str, extra: list[str], named: str
 ) -> None:
     filled = [word.replace("{root}", str(folders)) for word in extra]

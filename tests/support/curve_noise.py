@@ -1,12 +1,12 @@
 """What rounding does to a curve: the measurement that its tolerances and its seed were chosen by.
 
-    python tests/curve_noise.py [--only NAME ..] [--seeds N ..] [--draws 3]
+    python -m tests.support.curve_noise [--only NAME ..] [--seeds N ..] [--draws 3]
 
 For each curve and seed, runs on features with relative noise of 1e-7 and 1e-6, on other chunk sizes and on two
-threads are compared with the plain run: per class of parts the largest residual as first / absolute / drift (see
-curve_compare). Two things in the objective jump where rounding decides: the sign of q − p, which is ℓ1's gradient,
-and the K-th candidate. A run that meets neither scatters by 1e-6; one that does is marked "jump". A reference is
-recorded from a seed without a jump.
+threads are compared with the plain run: per class of parts the largest residual as first / absolute / drift
+(specforge_dspine/curves/compare.py). Two things in the objective jump where rounding decides: the sign of q − p,
+which is ℓ1's gradient, and the K-th candidate. A run that meets neither scatters by 1e-6; one that does is marked
+"jump". A reference is recorded from a seed without a jump.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 
 from specforge_dspine.curves import runs
 from specforge_dspine.curves.compare import TOLERANCES, TRAILING, Curve, residuals, tolerance_of
-from specforge_dspine.curves.runs import CURVES, Spec, run_curve, world_in
+from specforge_dspine.curves.runs import CURVES, Spec, run_curve, toy_data_in
 
 NOISE = (1e-7, 1e-6)
 CHUNKS = (0, 1, 3)
 JUMP = 1e-4  # of any part at any step: three times what was seen without a jump
 
 
-def noisy_world(world: Path, out: Path, size: float, seed: int) -> Path:
-    """A copy of ``world`` whose captured states carry relative Gaussian noise."""
+def noisy_toy_data(toy_data: Path, out: Path, size: float, seed: int) -> Path:
+    """A copy of ``toy_data`` whose captured states carry relative Gaussian noise."""
     if not out.exists():
-        shutil.copytree(world, out)
+        shutil.copytree(toy_data, out)
         generator = torch.Generator().manual_seed(seed)
         for file in sorted((out / "features").iterdir()):
             record = torch.load(file)
@@ -93,22 +93,22 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
-        world = world_in(base)
+        toy_data = toy_data_in(base)
         for name in args.only:
             for seed in args.seeds or [None]:
                 own = () if seed is None else (f"training.seed={seed}",)
                 spec = Spec(name, (*CURVES[name].overrides, *own))
-                reference = run_curve(spec, base, world)
+                reference = run_curve(spec, base, toy_data)
                 print(f"{name}, seed {reference.recipe['training']['seed']}", flush=True)
                 for size in NOISE:
                     for draw in range(args.draws):
-                        other = noisy_world(world, base / f"noise-{size}-{draw}", size, draw)
+                        other = noisy_toy_data(toy_data, base / f"noise-{size}-{draw}", size, draw)
                         show(f"noise {size:.0e}", largest(reference, run_curve(spec, base, other)))
                 for blocks in CHUNKS:
                     chunked = Spec(name, (*spec.overrides, f"training.objective_chunk_blocks={blocks}"))
-                    show(f"chunks {blocks}", largest(reference, run_curve(chunked, base, world)))
+                    show(f"chunks {blocks}", largest(reference, run_curve(chunked, base, toy_data)))
                 with two_threads():
-                    show("2 threads", largest(reference, run_curve(spec, base, world)))
+                    show("2 threads", largest(reference, run_curve(spec, base, toy_data)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Named mistakes, each patched into the functions that training really calls, and what turns red for each.
+"""Named mistakes, each patched into the functions that training calls, and the checks that find each.
 
-    python tests/mistakes.py [--only NAME ..]     prints the table of tests/curves/README.md
+    python -m tests.support.mistakes [--only NAME ..]     prints the table of tests/curves/README.md
 
-Two nets run under each mistake and are reported apart: conformance on the golden vectors (which quantities are off)
-and the curve ``dspine`` (which part starts to deviate at which step). A mistake is a context manager: inside it
-everything of this process computes wrongly, outside of it nothing does.
+Two checks run under each mistake and are reported separately: conformance on the golden vectors (which quantities are
+wrong) and the curve ``dspine`` (which part starts to deviate at which step). A mistake is a context manager. It
+affects everything in this process, and nothing after its exit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specforge_dspine.conformance.checks import conformance
-from specforge_dspine.curves import toy_target as curve_world
-from specforge_dspine.curves.__main__ import load_reference
+from specforge_dspine.curves import toy_target
 from specforge_dspine.curves.compare import Deviation, compare
-from specforge_dspine.curves.runs import CURVES, run_curve, world_in
+from specforge_dspine.curves.references import load_reference
+from specforge_dspine.curves.runs import CURVES, run_curve, toy_data_in
 from specforge_dspine.modeling import attention_mask as masks
 from specforge_dspine.modeling import settings as method_settings
 from specforge_dspine.modeling import transfer_space as transfer
@@ -50,7 +50,7 @@ PUBLISHED_WARMUP = 146  # steps, of the paper's one run
 
 @dataclass(frozen=True)
 class Mistake:
-    """``apply()`` makes it; ``in_capture``: it lies in the captured states, so that the world is captured again."""
+    """``apply()`` makes it; ``in_capture``: it affects the captured states, so the toy data is captured again."""
 
     name: str
     apply: Callable[[], AbstractContextManager[None]]
@@ -59,7 +59,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Caught:
-    """What turned red: quantities that conformance finds off (file: quantity), and deviations of the curve."""
+    """What found a mistake: wrong quantities of conformance (file: quantity), and deviations of the curve."""
 
     conformance: list[str]
     curve: list[Deviation]
@@ -84,7 +84,7 @@ def everywhere(original: Any, make: Callable[[Any], Any]) -> Iterator[None]:
     """``make(original)`` in place of a function, under every name that our modules imported it by.
 
     Raises:
-        LookupError: no module has it any more: the mistake would change nothing.
+        LookupError: no module has it: the mistake would change nothing.
     """
     replacement = make(original)
     places = [
@@ -95,7 +95,7 @@ def everywhere(original: Any, make: Callable[[Any], Any]) -> Iterator[None]:
         if value is original
     ]
     if len(places) < 2:
-        raise LookupError(f"{original.__name__}: nobody imports it any more; patch what training calls now")
+        raise LookupError(f"{original.__name__}: no module imports it; patch what training calls now")
     with contextlib.ExitStack() as stack:
         for module, name in places:
             stack.enter_context(attribute(module, name, replacement))
@@ -194,7 +194,7 @@ def unnormed(model: Any, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tens
 
 
 def teacher_before_final_norm() -> AbstractContextManager[None]:
-    return attribute(curve_world, "captured_states", unnormed)
+    return attribute(toy_target, "captured_states", unnormed)
 
 
 # Injection
@@ -240,7 +240,7 @@ def slot_1_fed_by_its_state() -> AbstractContextManager[None]:
 
 
 def replacement_per_layer() -> AbstractContextManager[None]:
-    """Odd layers use the draws of the neighboring block: as likely as the own ones, and independent of them."""
+    """Every second layer uses the draws of the neighboring block, which are equally likely and independent."""
 
     def change(_self: Any, original: Any, layer: int, states: Tensor, codes: Tensor, known: Tensor) -> Tensor:
         if layer % 2:
@@ -454,7 +454,7 @@ def codes_unwhitened() -> AbstractContextManager[None]:
     return other_space(centered=True, whitened=False)
 
 
-def codes_uncentred() -> AbstractContextManager[None]:
+def codes_not_centered() -> AbstractContextManager[None]:
     return other_space(centered=False, whitened=True)
 
 
@@ -518,7 +518,7 @@ MISTAKES = {
         Mistake("messages from post-injection features", messages_from_post_injection_features),
         Mistake("√r missing", root_r_missing),
         Mistake("codes unwhitened", codes_unwhitened),
-        Mistake("codes uncentred", codes_uncentred),
+        Mistake("codes not centered", codes_not_centered),
         Mistake("block bidirectional", block_bidirectional),
         Mistake("context including the anchor", context_includes_the_anchor),
         Mistake("RMS scale omitted", rms_scale_omitted),
@@ -529,7 +529,7 @@ CONTROL = Mistake("none (control)", contextlib.nullcontext)
 
 
 def caught_by(mistake: Mistake, workdir: Path) -> Caught:
-    """Both nets under ``mistake``; the world below ``workdir`` is shared, a mistake of the capture makes its own."""
+    """Both checks under ``mistake``. The toy data below ``workdir`` is shared, except by mistakes in the capture."""
     with mistake.apply():
         off = [
             f"{path.stem}: {check.name}"
@@ -541,7 +541,7 @@ def caught_by(mistake: Mistake, workdir: Path) -> Caught:
             with tempfile.TemporaryDirectory(dir=workdir) as folder:
                 curve = run_curve(CURVES[CURVE], Path(folder))
         else:
-            curve = run_curve(CURVES[CURVE], workdir, world_in(workdir))
+            curve = run_curve(CURVES[CURVE], workdir, toy_data_in(workdir))
     return Caught(off, compare(load_reference(CURVE, REFERENCES), curve))
 
 
@@ -556,22 +556,24 @@ def table_row(mistake: Mistake, caught: Caught) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table; exit status 1 if a mistake slips through both nets, or the control does not pass."""
+    """Print the table; exit status 1 if neither check finds a mistake, or the control does not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(MISTAKES), metavar="NAME")
     args = parser.parse_args(argv)
     failed = []
-    print("| mistake | conformance: quantities off | curve `dspine`: parts off (from step); largest ÷ allowed |")
+    print(
+        "| mistake | conformance: wrong quantities | curve `dspine`: deviating parts (from step); largest ÷ allowed |"
+    )
     print("|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        world_in(Path(folder))
+        toy_data_in(Path(folder))
         for mistake in [CONTROL, *(MISTAKES[name] for name in args.only or MISTAKES)]:
             caught = caught_by(mistake, Path(folder))
             print(table_row(mistake, caught), flush=True)
             if bool(caught.conformance or caught.curve) == (mistake is CONTROL):
                 failed.append(mistake.name)
     if failed:
-        print("not as it should be: " + ", ".join(failed), file=sys.stderr)
+        print("wrong result: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0
 
 
