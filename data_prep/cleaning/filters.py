@@ -1,4 +1,4 @@
-"""What is said of a row by looking at that row alone; the part of choosing prompts that all cores do."""
+"""Checks of a prompt that need that row alone; workers do them on all cores."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 from data_prep.cleaning.conversations import read_messages
 from data_prep.cleaning.decontamination import Contamination
 from data_prep.cleaning.exact_dedup import normalized
-from data_prep.pipeline.rows import Bad, content_key, key_of, row_id, work_through
+from data_prep.pipeline.rows import DroppedRow, content_key, hash_64, map_rows, row_id
 from data_prep.readers.chunks import Chunk
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.invalid_row import InvalidRow
 
 SURE = 0.5
 """Probability from which a language is taken to be known; short texts are often undetermined, and stay."""
-
 NO_LANGUAGE = ("und", "zxx")
-"""What the identifier says of too little text, and of numbers or code."""
+"""The identifier's codes for too little text, and for numbers or code."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Good:
+class Candidate:
     """A row that may be kept: its line of output, and what is needed to compare it with others."""
 
     line: int | None
@@ -51,45 +50,47 @@ class Good:
     signature: bytes | None
 
 
-def prepare(rules: Rules, evaluation: Sequence[tuple[str, str]]) -> Callable[[Chunk], tuple[str, list[Good | Bad]]]:
-    """The function for workers: a chunk's source and what is said of its rows."""
+def prepare_screening(
+    rules: Rules, evaluation: Sequence[tuple[str, str]]
+) -> Callable[[Chunk], tuple[str, list[Candidate | DroppedRow]]]:
+    """The function for workers: a chunk's source, and a candidate or the reason to drop it for each row."""
     contamination = Contamination(evaluation)
 
-    def screen(chunk: Chunk) -> tuple[str, list[Good | Bad]]:
-        return work_through(chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)])
+    def screen(chunk: Chunk) -> tuple[str, list[Candidate | DroppedRow]]:
+        return map_rows(chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)])
 
     return screen
 
 
-def in_heldout_share(turn: str, share: float) -> bool:
+def _in_heldout_share(turn: str, share: float) -> bool:
     """Whether a prompt that begins with the normalized ``turn`` is held out: for ever, whatever file it is in."""
-    return share > 0 and key_of(turn) < share * 2**64
+    return share > 0 and hash_64(turn) < share * 2**64
 
 
-def _screen(source: str, line: int | None, entry: Any, rules: Rules, contamination: Contamination) -> Good:
+def _screen(source: str, line: int | None, entry: Any, rules: Rules, contamination: Contamination) -> Candidate:
     messages = read_messages(entry, rules.max_turns)
-    asked = [message for message in messages if message["role"] != "assistant"]
-    said = [message["content"] for message in asked]
-    length = sum(map(len, said))
+    prompts = [message for message in messages if message["role"] != "assistant"]
+    texts = [message["content"] for message in prompts]
+    length = sum(map(len, texts))
     if length < rules.min_chars or (rules.max_chars is not None and length > rules.max_chars):
         raise InvalidRow("length", f"{length} characters")
-    compared = [normalized(text) for text in said]
+    compared = [normalized(text) for text in texts]
     first = 1 if messages[0]["role"] == "system" else 0
-    heldout = in_heldout_share(compared[first], rules.heldout_share)
-    if not heldout and any(in_heldout_share(turn, rules.heldout_share) for turn in compared[first + 1 :]):
+    heldout = _in_heldout_share(compared[first], rules.heldout_share)
+    if not heldout and any(_in_heldout_share(turn, rules.heldout_share) for turn in compared[first + 1 :]):
         raise InvalidRow("a later turn is a held-out prompt", "it may be the first turn of a held-out row")
     if rules.languages:
-        _check_language("\n".join(said[first:]), rules.languages)
-    if contamination and (place := contamination.find(said[first:])) is not None:
+        _check_language("\n".join(texts[first:]), rules.languages)
+    if contamination and (place := contamination.find(texts[first:])) is not None:
         raise InvalidRow("in an evaluation set", place)
-    key = content_key(message | {"content": text} for message, text in zip(asked, compared, strict=True))
+    key = content_key(message | {"content": text} for message, text in zip(prompts, compared, strict=True))
     signature = None
     if rules.near is not None:
         from data_prep.cleaning.near_dedup import signature as sign
 
         signature = sign(" ".join(compared))
     row = {"id": row_id(source, key), "source": source, "line": line, "messages": messages}
-    return Good(line, heldout, key, to_line(row), signature)
+    return Candidate(line, heldout, key, to_line(row), signature)
 
 
 def _check_language(text: str, wanted: Sequence[str]) -> None:

@@ -1,75 +1,54 @@
-"""Reads files of chat data as chunks of entries, whatever state the files are in.
+"""Files of chat data as chunks of entries, whatever state the files are in.
 
-A chunk is about a mebibyte of a file. Here it is only found where entries begin and end; a worker parses them. What
-cannot be read comes as an odd row in place of an entry, with its line, and does not keep the rest from being read.
+A chunk is about a mebibyte of a file. Here only its entries' places are found; a worker parses them. What cannot be
+read is an invalid row in place of an entry, with its line, and the rest is read where that is possible.
 """
 
 from __future__ import annotations
 
 import errno
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import zstandard
 
 from data_prep.readers.chunks import Chunk, Entries, Lines, Table, Values, parse
-from data_prep.readers.json_array import Splitter, Text
+from data_prep.readers.json_array import EntryReader
 from specforge_dspine.utils.files import printable
 from specforge_dspine.utils.invalid_row import InvalidRow
 
 BLOCK = 1 << 20
 """Bytes that are read at a time; a chunk holds about as many."""
-
 PACKED_BLOCK = 1 << 16
 """The same of a compressed file."""
-
 ZSTD_BLOCK = 256
-"""Bytes that are unpacked at once: four may stand for 128 KiB, and the library knows no bound of its own."""
-
+"""Bytes that are unpacked at once: four may stand for 128 KiB, and the library has no bound of its own."""
 TABLE_ROWS = 1024
 """Rows of a table in a chunk."""
-
 MAX_ENTRY = 64 << 20
 """Bytes of one entry; beyond, a quotation mark or bracket is missing."""
-
 PEEKED_LINES = 3
 """Lines by which a file of one entry per line is told from one long JSON value."""
 
 LINE_SUFFIXES, TABLE_SUFFIX = (".jsonl", ".ndjson"), ".parquet"
+PACKED_SUFFIXES = (".gz", ".zst")
+SUFFIXES = (".json", *LINE_SUFFIXES, TABLE_SUFFIX)
+UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Errors of the machine, not of the file that meets them."""
 
-PACKED_SUFFIXES = (".gz", ".zst")
-SUFFIXES = (".json", *LINE_SUFFIXES, TABLE_SUFFIX)
-
-UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
-
-
-def odd_file(source: str, error: Exception) -> Entries:
-    """A file of which nothing can be read, as one odd row."""
-    advice = "make it readable" if isinstance(error, PermissionError) else "repair the file"
-    return Entries(
-        source, [(None, InvalidRow("the file cannot be read", f"{describe(error)}; {advice} and run again"))]
-    )
-
-
-def describe(error: Exception) -> str:
-    """An error in words."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
 
 def file_chunks(path: Path) -> Iterator[Chunk]:
-    """All of a file, chunk by chunk; what cannot be read is in it as odd rows."""
+    """All of a file, chunk by chunk; what cannot be read is in it as invalid rows."""
     source = printable(path)
-    return readable(
-        source, _table_chunks(path, source) if path.suffix == TABLE_SUFFIX else _text_chunks(path, source)
-    )
+    chunks = _table_chunks(path, source) if path.suffix == TABLE_SUFFIX else _text_chunks(path, source)
+    return errors_as_rows(source, chunks)
 
 
-def readable(source: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The chunks, and an odd row in place of those that an error of the file keeps from being read.
+def errors_as_rows(source: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The chunks, and an invalid row in place of those that an error of the file keeps from being read.
 
     Raises:
         OSError, MemoryError: the machine is at its end, which is no fault of the file.
@@ -81,11 +60,32 @@ def readable(source: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
             has_any = True
     except MemoryError:
         raise
-    except Exception as error:  # libraries raise what they like, and one file is not to end the job
+    except Exception as error:  # libraries raise what they like, and one file must not end the job
         if isinstance(error, OSError) and error.errno in EXHAUSTED:
-            advice = "raise the limit (ulimit -n), or leave --in-turn out; the same command continues"
+            advice = "raise the limit (ulimit -n), or leave --interleave out; the same command continues"
             raise OSError(error.errno, f"{error.strerror}: {advice}", source) from error
-        yield _broken_off(source, None, error) if has_any else odd_file(source, error)
+        yield _broken_off(source, None, error) if has_any else unreadable_file(source, error)
+
+
+def unreadable_file(source: str, error: Exception) -> Entries:
+    """A file of which nothing can be read, as one invalid row."""
+    advice = "make it readable" if isinstance(error, PermissionError) else "repair the file"
+    return _invalid(source, None, "the file cannot be read", f"{describe(error)}; {advice} and run again")
+
+
+def describe(error: Exception) -> str:
+    """An error in words."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _broken_off(source: str, line: int | None, error: Exception) -> Entries:
+    place = "this line" if line else "the rows before"
+    detail = f"{describe(error)}; what comes after {place} is missing: fetch the file again"
+    return _invalid(source, line, "the file breaks off", detail)
+
+
+def _invalid(source: str, line: int | None, reason: str, detail: str) -> Entries:
+    return Entries(source, [(line, InvalidRow(reason, detail))])
 
 
 def _table_chunks(path: Path, source: str) -> Iterator[Chunk]:
@@ -101,47 +101,50 @@ def _table_chunks(path: Path, source: str) -> Iterator[Chunk]:
                     row += len(batch)
             except Exception as error:
                 detail = f"rows {row} to {first - 1}: {describe(error)}; fetch the file again"
-                yield Entries(source, [(row, InvalidRow("a part of the file cannot be read", detail))])
+                yield _invalid(source, row, "a part of the file cannot be read", detail)
 
 
 def _text_chunks(path: Path, source: str) -> Iterator[Chunk]:
-    blocks = _Blocks(path)
-    head = blocks.head()
-    if head.startswith(UTF16_MARKS):
-        yield odd_file(source, ValueError("it is UTF-16; save it as UTF-8"))
-        return
-    if holds_lines(head, path):
-        yield from line_chunks(blocks, source)
+    blocks = Blocks(path)
+    if blocks.first.startswith(UTF16_MARKS):
+        yield unreadable_file(source, ValueError("it is UTF-16; save it as UTF-8"))
+    elif _holds_lines(blocks.first, path):
+        yield from _line_chunks(blocks, source)
     else:
-        yield from value_chunks(blocks, source)
+        yield from _array_chunks(blocks, source)
 
 
-class _Blocks:
-    """A text file's bytes, unpacked, without a UTF-8 mark; ``error`` says why it ended before its time."""
+class Blocks:
+    """A text file's bytes, unpacked, without a UTF-8 mark.
+
+    Attributes:
+        first: the first block.
+        offset: where it begins, behind the mark.
+        error: why the file ended too early.
+
+    Raises:
+        OSError: there is nothing to read at all.
+    """
 
     def __init__(self, path: Path) -> None:
         self.error: Exception | None = None
-        self._raw = _unpacked(path)
-        self._head: bytes | None = None
-
-    def head(self) -> bytes:
-        """The first block."""
-        if self._head is None:
-            self._head = self._next().removeprefix(UTF8_MARK)
-        return self._head
+        self._raw = filter(None, _unpacked(path))
+        block = self._next()
+        if isinstance(self.error, OSError):
+            raise self.error
+        self.first = block.removeprefix(UTF8_MARK)
+        self.offset = len(block) - len(self.first)
 
     def __iter__(self) -> Iterator[bytes]:
-        block = self.head()
+        block = self.first
         while block:
             yield block
             block = self._next()
 
     def _next(self) -> bytes:
         try:
-            return next(filter(None, self._raw), b"")
+            return next(self._raw, b"")
         except Exception as error:
-            if self._head is None and isinstance(error, OSError):
-                raise  # there is nothing to read at all
             self.error = error
             return b""
 
@@ -194,16 +197,18 @@ def _unzstd(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError("the compressed data end too early")
 
 
-def holds_lines(head: bytes, path: Path) -> bool:
+def _holds_lines(head: bytes, path: Path) -> bool:
     """Whether a file that begins with ``head`` has an entry per line, rather than one array or long values."""
     if any(suffix in LINE_SUFFIXES for suffix in path.suffixes):
         return True
     lines = [line for line in head.split(b"\n", PEEKED_LINES)[:PEEKED_LINES] if line.strip()]
-    first = parse(lines[0]) if lines else None
-    return isinstance(first, dict) or (isinstance(first, list) and len(lines) > 1)
+    kinds = [type(parse(line)) for line in lines]
+    if kinds[1:] == [dict] * (PEEKED_LINES - 1):
+        return True  # whatever is wrong with the first
+    return bool(kinds) and (kinds[0] is dict or (kinds[0] is list and len(kinds) > 1))
 
 
-def line_chunks(blocks: Iterable[bytes], source: str) -> Iterator[Chunk]:
+def _line_chunks(blocks: Blocks, source: str) -> Iterator[Chunk]:
     """Chunks of a file with an entry per line."""
     line, pending, skipping = 1, bytearray(), False
     for block in blocks:
@@ -221,49 +226,25 @@ def line_chunks(blocks: Iterable[bytes], source: str) -> Iterator[Chunk]:
         else:
             pending += block
         if len(pending) > MAX_ENTRY:
-            yield Entries(source, [(line, _too_long())])
+            detail = "a quotation mark, bracket or line break is missing; look at this line"
+            yield _invalid(source, line, f"longer than {MAX_ENTRY >> 20} MiB", detail)
             pending, skipping = bytearray(), True
     if pending:
         yield Lines(source, line, bytes(pending))
         line += 1
-    if error := getattr(blocks, "error", None):
-        yield _broken_off(source, line, error)
+    if blocks.error:
+        yield _broken_off(source, line, blocks.error)
 
 
-def value_chunks(blocks: Iterable[bytes], source: str) -> Iterator[Chunk]:
+def _array_chunks(blocks: Blocks, source: str) -> Iterator[Chunk]:
     """Chunks of a file that is a JSON array, or one JSON value after another."""
-    splitter = Splitter(MAX_ENTRY)
+    reader = EntryReader(MAX_ENTRY, blocks.offset)
     for block in blocks:
-        yield from _values(source, splitter.feed(block))
-    yield from _values(source, splitter.end())
-    if error := getattr(blocks, "error", None):
-        yield _broken_off(source, splitter.line, error)
-    elif splitter.is_open and not splitter.was_cut:
-        detail = "the file was cut off between two entries: fetch it again"
-        yield Entries(source, [(splitter.line, InvalidRow("the array does not end", detail))])
-
-
-def _values(source: str, texts: list[Text]) -> Iterator[Values]:
-    """Chunks of about ``BLOCK`` bytes: behind a long broken entry many others may be found at once."""
-    part: list[Text] = []
-    size = 0
-    for line, text in texts:
-        part.append((line, text))
-        size += len(text) if isinstance(text, bytes) else 0
-        if size >= BLOCK:
-            yield Values(source, part)
-            part, size = [], 0
-    if part:
-        yield Values(source, part)
-
-
-def _too_long() -> InvalidRow:
-    return InvalidRow(
-        f"longer than {MAX_ENTRY >> 20} MiB", "a quotation mark, bracket or line break is missing; look at this line"
-    )
-
-
-def _broken_off(source: str, line: int | None, error: Exception) -> Entries:
-    place = "this line" if line else "the rows before"
-    detail = f"{describe(error)}; what comes after {place} is missing: fetch the file again"
-    return Entries(source, [(line, InvalidRow("the file breaks off", detail))])
+        if entries := reader.feed(block):
+            yield Values(source, entries)
+        if reader.has_failed:
+            return
+    if blocks.error:
+        yield _broken_off(source, reader.line, blocks.error)
+    elif entries := reader.end():
+        yield Values(source, entries)

@@ -1,4 +1,4 @@
-"""Prompts and evaluation sets that come in packages, so that no hub is needed. All are read as data.
+"""Prompts and evaluation sets in packages, so that no hub is needed. All are read as data.
 
 =================== ========================== ====================================================
 name                package                    content
@@ -66,8 +66,8 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Problems:
-    """Problems number ``start`` + 1 and so on of every task."""
+class GymProblems:
+    """Problems from number ``start`` + 1 on of every task."""
 
     source: str
     seed: int
@@ -90,7 +90,7 @@ def _gym(seed: str) -> Iterator[Chunk]:
     if seed and not seed.isdecimal():
         raise ValueError(f"--input reasoning-gym:{seed}: a seed is a number")
     name = f"reasoning-gym:{seed}" if seed else "reasoning-gym"
-    return (Problems(name, int(seed or 0), start) for start in count(0, GYM_PART) if start < GYM_SIZE)
+    return (GymProblems(name, int(seed or 0), start) for start in count(0, GYM_PART) if start < GYM_SIZE)
 
 
 def _chatterbot(_: str) -> Iterator[Chunk]:

@@ -33,7 +33,7 @@ from specforge_dspine.decoding.target_backends import (
 from specforge_dspine.evaluation.benchmarks import EvaluationSet, Prompt
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.record import TargetIdentity, read_record
-from specforge_dspine.utils.chat_template import Message, answer_text, prompt_ids, unfinished_reasoning
+from specforge_dspine.utils.chat_template import Message, prompt_ids, response_text, unfinished_reasoning
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.ledger import Ledger
 
@@ -230,7 +230,7 @@ class EvaluationRunner:
             asked = prompt_ids(self.tokenizer, history, enable_thinking=self.settings.thinking)
             if unfinished_reasoning(self.tokenizer, asked, answer):
                 return {"skipped": "an earlier answer was cut off while thinking"}
-            history.append({"role": "assistant", "content": answer_text(self.tokenizer, answer)})
+            history.append({"role": "assistant", "content": response_text(self.tokenizer, answer)})
         history.append({"role": "user", "content": prompt.turns[turn]})
         question = prompt_ids(self.tokenizer, history, enable_thinking=self.settings.thinking)
         if too_long := self._too_long(question):

@@ -1,0 +1,290 @@
+"""Responses of a served target to conversations, turn by turn, with the ids that were sent and that came back.
+
+A draft has to predict its target, so a data set's own responses do not matter, only its prompts. User turns are
+answered in order, with the target's earlier responses as history. Each response becomes one record::
+
+    {"id", "conversation", "turn", "source", "prompt_ids", "output_ids", "finish": "stop" | "length", "target"}
+
+whose ids are those that the server read and wrote, never encoded again. A response that was cut off by the length
+limit has no end token, and nothing that comes after its last token is taught.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.generation.server_pool import RequestFailed
+from data_prep.pipeline.rows import errors_as_invalid_row, hash_64
+from specforge_dspine.streaming.client import Completion, RequestRefused
+from specforge_dspine.utils.chat_template import Message, prompt_ids, response_text, unfinished_reasoning
+from specforge_dspine.utils.files import to_line
+from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.ledger import Ledger
+
+MIN_OUTPUT_TOKENS = 2
+"""An anchor needs a supervised token behind it, so shorter responses train nothing."""
+MAX_TURNS = 1 << 12
+"""Of one conversation: places in the ledger are row · MAX_TURNS + turn."""
+SEEDS = 1 << 31
+
+
+class CompletionServer(Protocol):
+    """A served target, as ``ServerPool``."""
+
+    def generate(self, prompt: list[int], **options: Any) -> Completion: ...
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How responses are generated.
+
+    Attributes:
+        max_length: of prompt + new tokens, so that the samples fit the trained length.
+        dtype: the server's; float32 and bfloat16 give different greedy responses.
+        temperature: 0 is greedy; otherwise ``seed`` decides every draw, if the server heeds it.
+        thinking: None leaves the template's default.
+
+    Raises:
+        ValueError: there is no room for a prompt.
+    """
+
+    max_length: int
+    dtype: str
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    thinking: bool | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_length <= self.max_new_tokens:
+            raise ValueError(
+                f"--max-length {self.max_length} leaves no room for a prompt beside "
+                f"--max-new-tokens {self.max_new_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation to be answered: its number among all rows, where it is from, and the records it has already."""
+
+    number: int
+    name: str
+    source: str
+    file: str
+    line: int | None
+    messages: list[Message]
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def user_places(self) -> list[int]:
+        """Indices of the user turns."""
+        return [at for at, message in enumerate(self.messages) if message["role"] == "user"]
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """What became of one turn: a record, or the reason for which there is none."""
+
+    conversation: Conversation
+    turn: int
+    record: dict[str, Any] | None
+    reason: str = ""
+    detail: str = ""
+
+    def write(self, ledger: Ledger) -> None:
+        """Keep the record, or drop the turn."""
+        conversation = self.conversation
+        place = conversation.number * MAX_TURNS + self.turn
+        if self.record is not None:
+            ledger.keep(to_line(self.record), place=place)
+        else:
+            where = {"id": conversation.name, "turn": self.turn, "place": place}
+            ledger.drop(conversation.file, conversation.line, self.reason, self.detail, **where)
+
+
+class ResponseGenerator:
+    """Generates the responses of conversations; any number of threads may call it.
+
+    Args:
+        target: fingerprint of the target, for the records.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: GenerationSettings,
+        target: str,
+        servers: CompletionServer,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._target = target
+        self._servers = servers
+        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
+
+    def responses(self, conversation: Conversation) -> Iterator[list[TurnResult]]:
+        """The turns that have no response yet, in order. A turn without response ends the conversation.
+
+        It comes together with those behind it, to be kept together.
+        """
+        records = list(conversation.records)
+        turns = len(conversation.user_places)
+        for turn in range(len(records), turns):
+            try:
+                records.append(self._record(conversation, records))
+            except InvalidRow as error:
+                after = "an earlier turn has no response", f"turn {turn}: {error.reason}"
+                lost = [TurnResult(conversation, later, None, *after) for later in range(turn + 1, turns)]
+                yield [TurnResult(conversation, turn, None, error.reason, error.detail), *lost]
+                return
+            yield [TurnResult(conversation, turn, records[-1])]
+
+    def _record(self, conversation: Conversation, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The record of the turn after those of ``records``.
+
+        Raises:
+            InvalidRow: there is none.
+        """
+        with errors_as_invalid_row():
+            prompt = self._prompt(conversation, records)
+        name = f"{conversation.name}.{len(records)}"
+        try:
+            completion = self._generate(name, prompt)
+        except RequestRefused as error:
+            raise InvalidRow("refused by the server", str(error)) from error
+        except RequestFailed as error:
+            raise InvalidRow("the server fails on it", str(error)) from error
+        with errors_as_invalid_row():
+            self._check_response(completion.output_ids)
+        return {
+            "id": name,
+            "conversation": conversation.name,
+            "turn": len(records),
+            "source": conversation.source,
+            "prompt_ids": prompt,
+            "output_ids": completion.output_ids,
+            "finish": completion.finish,
+            "target": self._target,
+        }
+
+    def _prompt(self, conversation: Conversation, records: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids up to the next user turn, with the target's responses where the data set's own were."""
+        users = conversation.user_places
+        history = conversation.messages[: users[len(records)] + 1]
+        with self._encoding:
+            if records:
+                last = records[-1]
+                if unfinished_reasoning(self._tokenizer, last["prompt_ids"], last["output_ids"]):
+                    raise InvalidRow("the earlier response was cut off while thinking", "give more --max-new-tokens")
+            for user, record in zip(users, records, strict=False):
+                text = response_text(self._tokenizer, record["output_ids"])
+                history[user + 1] = {"role": "assistant", "content": text}
+            prompt = prompt_ids(self._tokenizer, history, enable_thinking=self._settings.thinking)
+        length = len(prompt) + self._settings.max_new_tokens
+        if length > self._settings.max_length:
+            raise InvalidRow(
+                "prompt and new tokens exceed the maximum length", f"{length} > {self._settings.max_length}"
+            )
+        return prompt
+
+    def _check_response(self, ids: Sequence[int]) -> None:
+        if len(ids) < MIN_OUTPUT_TOKENS:
+            raise InvalidRow(f"fewer than {MIN_OUTPUT_TOKENS} generated tokens", f"{len(ids)}")
+        with self._encoding:
+            text = response_text(self._tokenizer, ids)
+        if not text.strip():
+            raise InvalidRow("empty response", f"{len(ids)} tokens of white space")
+
+    def _generate(self, name: str, prompt: list[int]) -> Completion:
+        settings = self._settings
+        options: dict[str, Any] = {
+            "max_new_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "stop_token_ids": [self._tokenizer.eos_token_id],
+        }
+        if settings.seed is not None:
+            options["seed"] = hash_64(f"{settings.seed} {name}") % SEEDS
+        return self._servers.generate(prompt, **options)
+
+
+def generate_all(
+    conversations: Iterator[Conversation], generator: ResponseGenerator, ledger: Ledger, in_flight: int
+) -> Iterator[TurnResult]:
+    """Generate in ``in_flight`` threads; every turn is in the ledger, committed, before it is yielded.
+
+    Raises:
+        ServersLostError: what came before is in the ledger.
+        WrongServerError: another target answers.
+    """
+    tasks: queue.SimpleQueue[Conversation | None] = queue.SimpleQueue()
+    results: queue.SimpleQueue[list[TurnResult] | BaseException | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        while (conversation := tasks.get()) is not None:
+            try:
+                for part in generator.responses(conversation):
+                    results.put(part)
+                results.put(None)
+            except BaseException as error:  # the main thread raises it
+                results.put(error)
+
+    # Daemons: whoever is interrupted does not wait for responses under way.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(in_flight)]
+    for thread in threads:
+        thread.start()
+    under_way = 0
+    try:
+        for conversation in conversations:
+            tasks.put(conversation)
+            under_way += 1
+            while under_way >= 2 * in_flight or (under_way and not results.empty()):
+                finished, turns = _collect(results, ledger)
+                under_way -= finished
+                yield from turns
+        while under_way:
+            finished, turns = _collect(results, ledger)
+            under_way -= finished
+            yield from turns
+    finally:
+        for _ in threads:
+            tasks.put(None)
+
+
+def _collect(
+    results: queue.SimpleQueue[list[TurnResult] | BaseException | None], ledger: Ledger
+) -> tuple[int, list[TurnResult]]:
+    """Wait for a result, take all there are, and commit them; how many conversations ended, and the turns."""
+    finished = 0
+    turns: list[TurnResult] = []
+    failure: BaseException | None = None
+    while True:
+        result = results.get()
+        if result is None:
+            finished += 1
+        elif isinstance(result, BaseException):
+            failure = failure or result
+        else:
+            for turn in result:
+                turn.write(ledger)
+            turns += result
+        if results.empty():
+            break
+    ledger.commit()
+    if failure is not None:
+        raise failure
+    return finished, turns
+
+
+def earlier_records(ledger: Ledger, number: int) -> tuple[list[dict[str, Any]], int]:
+    """The records that row ``number`` has already, in order, and how many of its turns were dropped."""
+    span = (number * MAX_TURNS, (number + 1) * MAX_TURNS)
+    lines = ledger.db.execute("SELECT line FROM kept WHERE place >= ? AND place < ? ORDER BY place", span).fetchall()
+    (dropped,) = ledger.db.execute("SELECT COUNT(*) FROM dropped WHERE place >= ? AND place < ?", span).fetchone()
+    return [orjson.loads(line) for (line,) in lines], dropped
