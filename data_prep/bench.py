@@ -57,29 +57,28 @@ def write_chats(path: Path, megabytes: float) -> int:
         for rows, row in enumerate(bar, 1):
             before = b"" if not is_array else b"[" if rows == 1 else b","
             file.write(before + row)
-        if is_array:
-            file.write(b"]\n")
+        file.write(b"]\n" if is_array else b"")
     return rows
-
-
-def json_alone(path: Path) -> float:
-    """Seconds that ``json.loads`` takes for every line."""
-    started = time.monotonic()
-    with path.open("rb") as file:
-        for line in file:
-            json.loads(line)
-    return time.monotonic() - started
 
 
 def measure(megabytes: float) -> dict[str, Any]:
     """All figures: rows, and per way of reading them seconds and rows a second."""
+
+    def figure(since: float) -> dict[str, float]:
+        seconds = time.monotonic() - since
+        return {"seconds": round(seconds, 2), "rows_per_second": round(rows / seconds)}
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         lines, array = folder / "chats.jsonl", folder / "chats.json"
         rows = write_chats(lines, megabytes)
         write_chats(array, megabytes)
         figures: dict[str, Any] = {"rows": rows, "megabytes": lines.stat().st_size / 1e6, "cores": cores()}
-        figures["json alone"] = _figure(rows, json_alone(lines))
+        started = time.monotonic()
+        with lines.open("rb") as file:
+            for line in file:
+                json.loads(line)
+        figures["json alone"] = figure(started)
         ways: dict[str, tuple[Path, list[str]]] = {
             "prompts, 1 worker": (lines, ["--workers", "1"]),
             f"prompts, {cores()} workers": (lines, []),
@@ -88,16 +87,12 @@ def measure(megabytes: float) -> dict[str, Any]:
         }
         for name, (path, words) in ways.items():
             output = folder / f"{len(figures)}.jsonl"
-            started = time.monotonic()
             files = ["--input", str(path), "--output", str(output), "--heldout", f"{output}.heldout"]
+            started = time.monotonic()
             if select_prompts([*files, *words]):
                 raise RunError(f"{name} failed; its message stands above")
-            figures[name] = _figure(rows, time.monotonic() - started)
+            figures[name] = figure(started)
     return figures
-
-
-def _figure(rows: int, seconds: float) -> dict[str, float]:
-    return {"seconds": round(seconds, 2), "rows_per_second": round(rows / seconds)}
 
 
 class BenchOptions(Options):
@@ -110,16 +105,15 @@ class BenchOptions(Options):
 def bench(options: BenchOptions) -> str:
     """Do what the command line says; returns the figures as lines."""
     figures = measure(options.megabytes)
-    lines = []
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            lines.append(f"{name:<40} {value['rows_per_second']:>8} rows/s {value['seconds']:>8.1f} s")
-        else:
-            lines.append(f"{name:<40} {value:>8.0f}")
     if options.output is not None:
         write_json(options.output, figures)
-        lines.append(f"written to {options.output}")
-    return "\n".join(lines)
+    texts = {
+        name: f"{value:>8.0f}"
+        if not isinstance(value, dict)
+        else f"{value['rows_per_second']:>8} rows/s {value['seconds']:>8.1f} s"
+        for name, value in figures.items()
+    }
+    return "\n".join(f"{name:<40} {text}" for name, text in texts.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,8 +50,13 @@ def inspect(options: InspectOptions) -> str:
     """
     config, tokenizer = load_target(options.target)
     fingerprint = model_fingerprint(options.target)[:SHORT]
-    vocabulary = TargetVocabulary.of(
-        tokenizer, config.vocab_size, end_ids(options.target, tokenizer), options.mask_token_id
+    ends, pad = end_ids(options.target, tokenizer), tokenizer.pad_token_id
+    vocabulary = TargetVocabulary(
+        size=config.vocab_size,
+        end_ids=ends,
+        pad_id=None if pad in ends else pad,  # many targets end with their pad token
+        mask_id=options.mask_token_id,
+        marker_ids=frozenset(tokenizer.all_special_ids) - ends,
     )
     inputs = open_inputs(options.input, limited=options.limit is not None)
     depends = {

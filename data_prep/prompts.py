@@ -16,7 +16,6 @@ could begin a held-out one is not trained on. OUTPUT.dropped.jsonl names every d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,33 +36,21 @@ from specforge_dspine.utils.ledger import Ledger, read_kept_keys
 
 FORMAT_VERSION = 1
 """To be raised with any change by which the same inputs give other prompts; older outputs are then refused."""
-TRAIN, HELDOUT = 0, 1
-"""Numbers of the two outputs."""
-HELDOUT_SHARE = 0.01
+TRAIN, HELDOUT = 0, 1  # numbers of the two outputs
 
 
-class PromptOptions(JobOptions):
+class PromptOptions(Rules, JobOptions):
     """Options of the command."""
 
     workers: int = option("processes; default: one per core", default=cores(), ge=1, metavar="N")
     heldout: Path | None = option("file for held-out prompts (default: none are)", default=None, metavar="FILE")
-    heldout_share: float | None = option(
-        f"of all prompts (default {HELDOUT_SHARE})", default=None, ge=0, lt=1, metavar="X"
-    )
     heldout_limit: int | None = option("held-out prompts at most", default=None, ge=1, metavar="N")
     interleave: bool = option("take a row of each input in turn, not one input after the other", default=False)
-    max_turns: int | None = option("user turns kept of each (default: all)", default=None, ge=1, metavar="N")
-    min_chars: int = option("of system and user messages", default=1, ge=1, metavar="N")
-    max_chars: int | None = option("of system and user messages", default=None, ge=1, metavar="N")
-    language: tuple[str, ...] = option("such as en de: drop other languages", default=(), metavar="CODE")
-    near: float | None = option(
-        "drop prompts of this similarity, such as 0.8 (MinHash)", default=None, gt=0, le=1, metavar="J"
-    )
     decontaminate: tuple[str, ...] = option("evaluation sets", default=(), metavar="FILE|NAME")
 
     @model_validator(mode="after")
     def _heldout_has_a_file(self) -> PromptOptions:
-        if self.heldout is None and (self.heldout_share, self.heldout_limit) != (None, None):
+        if self.heldout is None and self.model_fields_set & {"heldout_share", "heldout_limit"}:
             raise ValueError("--heldout-share and --heldout-limit: name with --heldout where held-out prompts go")
         return self
 
@@ -72,10 +59,11 @@ class PromptSelector:
     """Takes rows in their order, and drops what is there already or no longer wanted.
 
     Args:
+        near: the similarity of near duplicates, None to leave them.
         limits: how many rows each output takes, None for all.
     """
 
-    def __init__(self, ledger: Ledger, rules: Rules, limits: Sequence[int | None]) -> None:
+    def __init__(self, ledger: Ledger, near: float | None, limits: Sequence[int | None]) -> None:
         self._ledger = ledger
         self._limits = limits
         self._seen = SeenKeys()
@@ -83,10 +71,10 @@ class PromptSelector:
         counts = dict(ledger.db.execute("SELECT output, COUNT(*) FROM kept GROUP BY output").fetchall())
         self._taken = [counts.get(number, 0) for number in range(len(limits))]
         self._near = None
-        if rules.near is not None:
+        if near is not None:
             from data_prep.cleaning.near_dedup import NearIndex
 
-            self._near = NearIndex(ledger.db, rules.near)
+            self._near = NearIndex(ledger.db, near)
 
     @property
     def is_full(self) -> bool:
@@ -151,33 +139,22 @@ def select_prompts(options: PromptOptions) -> str:
     """
     inputs = open_inputs(options.input, limited=options.limit is not None)
     texts, sets = evaluation_texts(options.decontaminate)
-    share = HELDOUT_SHARE if options.heldout_share is None else options.heldout_share
-    rules = Rules(
-        max_turns=options.max_turns,
-        min_chars=options.min_chars,
-        max_chars=options.max_chars,
-        languages=options.language,
-        heldout_share=share if options.heldout else 0.0,
-        near=options.near,
-    )
-    limits = [options.limit, *([options.heldout_limit] if options.heldout else [])]
+    rules = Rules(**options.model_dump(include=set(Rules.model_fields)))
+    if options.heldout is None:
+        rules = rules.model_copy(update={"heldout_share": 0.0})
+    depends = {"heldout_limit": options.heldout_limit, "interleave": options.interleave, "decontaminate": sets}
     ledger = open_ledger(
         "prompts",
         options,
         inputs,
-        {
-            **asdict(rules),
-            "decontaminate": sets,
-            "heldout_limit": options.heldout_limit,
-            "interleave": options.interleave,
-        },
+        depends | rules.model_dump(),
         format_version=FORMAT_VERSION,
         more_outputs=[options.heldout] if options.heldout else [],
         reads=options.decontaminate,
     )
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
-        selector = PromptSelector(ledger, rules, limits)
+        selector = PromptSelector(ledger, rules.near, [options.limit, options.heldout_limit][: len(ledger.outputs)])
         with WorkerPool(options.workers, prepare_screening, rules, texts) as pool:
             rows = RowStream(inputs, pool, ledger, interleave=options.interleave)
             for source, results in rows:

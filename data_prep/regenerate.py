@@ -14,10 +14,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 from pydantic import field_validator, model_validator
@@ -28,7 +28,6 @@ from data_prep.cleaning.conversations import read_messages, user_turns
 from data_prep.cleaning.exact_dedup import SeenKeys
 from data_prep.generation.responses import (
     MAX_TURNS,
-    MIN_OUTPUT_TOKENS,
     Conversation,
     GenerationSettings,
     ResponseGenerator,
@@ -48,27 +47,17 @@ from specforge_dspine.utils.ledger import Ledger
 
 FORMAT_VERSION = 1
 """To be raised with any change by which the same prompts get other responses; older outputs are then refused."""
-CPU_CACHE_TOKENS = 32768
-"""KV cache of a CPU server; when it is full, further requests wait."""
-SECONDS_PER_TOKEN = 10.0
-"""After this long for each new token, a request counts as lost."""
+CPU_CACHE_TOKENS = 32768  # KV cache of a CPU server; when it is full, further requests wait
+SECONDS_PER_TOKEN = 10.0  # after this long for each new token, a request counts as lost
 
 
-class RegenerateOptions(JobOptions):
+class RegenerateOptions(GenerationSettings, JobOptions):
     """Options of the command."""
 
     target: Path = option("directory of the target", metavar="DIR")
     server: tuple[str, ...] = option("running SGLang servers of the target", default=(), metavar="URL")
     managed: str | None = option("start one, on the CPU or on these GPUs", default=None, metavar="cpu|0|0,1")
     served_as: str | None = option("the target's path there, if it is another one", default=None, metavar="NAME")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option("default: the target's", default=None)
-    max_new_tokens: int = option("tokens of each response", default=64, ge=MIN_OUTPUT_TOKENS, metavar="N")
-    max_length: int | None = option(
-        "tokens of prompt and response (default: the target's context)", default=None, ge=1, metavar="N"
-    )
-    temperature: float = option("0 is greedy", default=0.0, ge=0, metavar="T")
-    seed: int | None = option("of the draws, where the temperature is not 0", default=None, metavar="N")
-    thinking: Literal["none", "off", "on"] = option("the template's switch", default="none")
     in_flight: int = option("requests at a time", default=64, ge=1, metavar="N")
     patience: float = option("seconds to wait for lost servers", default=300.0, ge=0, metavar="S")
 
@@ -151,19 +140,16 @@ def regenerate(options: RegenerateOptions) -> str:
         RunError: all servers are lost on the way.
     """
     config, tokenizer = load_target(options.target)
-    thinking = THINKING[options.thinking]
-    check_template(tokenizer, thinking)
+    check_template(tokenizer, THINKING[options.thinking])
     if tokenizer.eos_token_id is None:
         raise ValueError("the target's tokenizer has no eos token; set eos_token in tokenizer_config.json")
+    length = options.max_length or config.max_position_embeddings
+    if length <= options.max_new_tokens:
+        raise ValueError(f"--max-length {length}: leaves no room beside --max-new-tokens {options.max_new_tokens}")
     required = Requirements(options.served_as or str(options.target), options.dtype, options.seed is not None)
-    settings = GenerationSettings(
-        max_length=options.max_length or config.max_position_embeddings,
-        dtype=_dtype(options, config, required),
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        thinking=thinking,
-        seed=options.seed,
-    )
+    required = replace(required, dtype=_dtype(options, config, required))
+    settings = GenerationSettings(**options.model_dump(include=set(GenerationSettings.model_fields)))
+    settings = settings.model_copy(update={"max_length": length, "dtype": required.dtype})
     inputs = open_inputs(options.input, limited=options.limit is not None)
     depends = job_inputs(options.target, tokenizer, settings)
 
@@ -174,7 +160,7 @@ def regenerate(options: RegenerateOptions) -> str:
             unanswered = conversations.unanswered(bar)
             first = next(unanswered, None)  # without anything to do no server is needed
             if first is not None:
-                with _servers(options, settings, required) as servers:
+                with _servers(options, length, required) as servers:
                     generator = ResponseGenerator(tokenizer, settings, depends["target"][:SHORT], servers)
                     started, tokens = time.monotonic(), 0
                     for turn in generate_all(chain([first], unanswered), generator, ledger, options.in_flight):
@@ -195,7 +181,7 @@ def regenerate(options: RegenerateOptions) -> str:
 
 def job_inputs(target: Path, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings) -> dict[str, Any]:
     """Everything beside the prompts that the responses depend on, as JSON values."""
-    return {"target": model_fingerprint(target), **tokenizer_identity(target, tokenizer), **asdict(settings)}
+    return {"target": model_fingerprint(target), **tokenizer_identity(target, tokenizer), **settings.model_dump()}
 
 
 def _dtype(options: RegenerateOptions, config: PretrainedConfig, required: Requirements) -> str:
@@ -203,10 +189,9 @@ def _dtype(options: RegenerateOptions, config: PretrainedConfig, required: Requi
     if options.dtype:  # a finished job needs no server to be recognized
         return options.dtype
     if options.managed:
-        dtype = str(config.dtype).removeprefix("torch.")
-        if dtype == "None":
+        if config.dtype is None:
             raise ValueError(f"--dtype: {options.target}/config.json names no dtype, so give one")
-        return dtype
+        return str(config.dtype).removeprefix("torch.")
     dtypes = {check_server(url, required) for url in options.server}
     if len(dtypes) > 1:
         raise ValueError(f"--server: the servers compute in {' and '.join(sorted(dtypes))}; responses would differ")
@@ -214,12 +199,9 @@ def _dtype(options: RegenerateOptions, config: PretrainedConfig, required: Requi
 
 
 @contextmanager
-def _servers(
-    options: RegenerateOptions, settings: GenerationSettings, required: Requirements
-) -> Iterator[ServerPool]:
+def _servers(options: RegenerateOptions, max_length: int, required: Requirements) -> Iterator[ServerPool]:
     """The servers to send to; one of our own lives as long as the context."""
-    timeout_s = 600.0 + SECONDS_PER_TOKEN * settings.max_new_tokens
-    required = replace(required, dtype=settings.dtype)
+    timeout_s = 600.0 + SECONDS_PER_TOKEN * options.max_new_tokens
     if options.managed is None:
         for url in options.server:
             check_server(url, required)
@@ -230,11 +212,11 @@ def _servers(
         str(options.target),
         options.output.with_name(options.output.name + ".server"),
         layers=[0],  # nothing is captured here, but the server's plugin wants to know what it could
-        dtype=settings.dtype,
+        dtype=str(required.dtype),
         devices=devices,
         max_running_requests=options.in_flight,
-        max_total_tokens=None if devices else min(options.in_flight * settings.max_length, CPU_CACHE_TOKENS),
-        extra_args=["--enable-deterministic-inference"] if settings.seed is not None else [],
+        max_total_tokens=None if devices else min(options.in_flight * max_length, CPU_CACHE_TOKENS),
+        extra_args=["--enable-deterministic-inference"] if required.deterministic else [],
     ) as server:
         yield ServerPool([server.url], required, timeout_s, options.patience)
 

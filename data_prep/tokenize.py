@@ -15,9 +15,8 @@ responses as rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import model_validator
 
@@ -25,7 +24,7 @@ from data_prep.pipeline.command import JobOptions, load_target, open_ledger, run
 from data_prep.pipeline.row_stream import RowStream
 from data_prep.pipeline.worker_pool import WorkerPool, cores
 from data_prep.readers.inputs import open_inputs
-from data_prep.samples.builder import MIN_SUPERVISED, SampleLine, SampleSettings, prepare_building
+from data_prep.samples.builder import MIN_SUPERVISED, SampleLine, SampleSettings, Target, prepare_building
 from specforge_dspine.modeling.vocabulary import resolve_mask_token
 from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
 from specforge_dspine.utils.cli import Command, option, run_command
@@ -36,21 +35,11 @@ FORMAT_VERSION = 1
 """To be raised with any change by which the same inputs give other samples; older outputs are then refused."""
 
 
-class TokenizeOptions(JobOptions):
+class TokenizeOptions(SampleSettings, JobOptions):
     """Options of the command."""
 
-    workers: int = option("processes; default: one per core", default=cores(), ge=1, metavar="N")
     target: Path = option("directory of the target", metavar="DIR")
-    max_length: int | None = option(
-        "tokens of a sample (default: the target's context)", default=None, gt=MIN_SUPERVISED, metavar="N"
-    )
-    mask_token_id: int | None = option(
-        "a reserved id (default: as training finds it)", default=None, ge=0, metavar="ID"
-    )
-    use_dataset_responses: bool = option("take chats with the responses that the data set has", default=False)
-    thinking: Literal["none", "off", "on"] | None = option(
-        "the template's switch, for these (default none)", default=None
-    )
+    workers: int = option("processes; default: one per core", default=cores(), ge=1, metavar="N")
 
     @model_validator(mode="after")
     def _thinking_needs_rendering(self) -> TokenizeOptions:
@@ -66,31 +55,29 @@ def tokenize(options: TokenizeOptions) -> str:
         ValueError: bad options or inputs, an output of another job, or not one sample.
     """
     config, tokenizer = load_target(options.target)
-    thinking = THINKING[options.thinking or "none"]
     if options.use_dataset_responses:
-        check_template(tokenizer, thinking)
+        check_template(tokenizer, THINKING[options.thinking or "none"])
     try:
         mask_token_id = resolve_mask_token(tokenizer, config.vocab_size, options.mask_token_id)
     except ValueError as error:
         raise ValueError(f"{error} Here it is the option --mask-token-id") from error
-    settings = SampleSettings(
-        target=options.target,
-        fingerprint=model_fingerprint(options.target)[:SHORT],
-        max_length=options.max_length or config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        mask_token_id=mask_token_id,
-        thinking=thinking,
-        use_dataset_responses=options.use_dataset_responses,
-    )
+    max_length = options.max_length or config.max_position_embeddings
+    if max_length <= MIN_SUPERVISED:
+        raise ValueError(f"--max-length {max_length}: leaves no room for a prompt and a response")
+    settings = SampleSettings(**options.model_dump(include=set(SampleSettings.model_fields)))
+    settings = settings.model_copy(update={"max_length": max_length, "mask_token_id": mask_token_id})
+    target = Target(options.target, model_fingerprint(options.target)[:SHORT], config.vocab_size)
     inputs = open_inputs(options.input, limited=options.limit is not None)
     depends = {
-        **{name: value for name, value in asdict(settings).items() if name != "target"},
-        **tokenizer_identity(options.target, tokenizer),
+        **settings.model_dump(),
+        "fingerprint": target.fingerprint,
+        "vocab_size": target.vocab_size,
+        **tokenizer_identity(target.path, tokenizer),
     }
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
         taken, cut = ledger.counts()[0], ledger.fact("cut") or 0
-        with WorkerPool(options.workers, prepare_building, settings) as pool:
+        with WorkerPool(options.workers, prepare_building, settings, target) as pool:
             rows = RowStream(inputs, pool, ledger)
             for source, results in rows:
                 for at, result in enumerate(results):

@@ -25,20 +25,13 @@ from specforge_dspine.utils.invalid_row import InvalidRow
 
 ROLES = {
     "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
 }
 TOOL_ROLES = {"tool", "function", "function_call", "observation", "tool_call", "tool_response", "ipython"}
 TOOL_FIELDS = ("tool_calls", "function_call")
 TOOL_LISTS = ("tools", "functions")
-NO_TOOLS = ("", "[]", "null")
-"""What a table of strings has where there are none."""
+NO_TOOLS = ("", "[]", "null")  # of a table of strings
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 SPECIAL_FIELDS = frozenset(TOOL_FIELDS + REASONING_FIELDS)
 LISTS = ("conversations", "messages", "data")
@@ -65,8 +58,7 @@ MARKERS = (
     ),
 )
 BLANK = re.compile(r"\s*")
-SHOWN = 40
-"""Characters of a text that a detail quotes."""
+SHOWN = 40  # characters of a text that a detail quotes
 
 
 def read_conversation(entry: Any) -> list[Message]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-WORDS = 13
-"""So many consecutive words in common are no accident; shorter evaluation texts count as a whole."""
+WORDS = 13  # so many consecutive words in common are no accident; shorter evaluation texts count as a whole
 
 
 class Contamination:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-RECENT = 1 << 14
-"""Keys that wait in a Python set, which is quicker for few, before they are sorted in."""
+RECENT = 1 << 14  # keys that wait in a Python set, which is quicker for few, before they are sorted in
 
 
 def normalized(text: str) -> str:

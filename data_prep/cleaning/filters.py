@@ -12,31 +12,25 @@ from data_prep.cleaning.decontamination import Contamination
 from data_prep.cleaning.exact_dedup import normalized
 from data_prep.pipeline.rows import DroppedRow, content_key, hash_64, map_rows, row_id
 from data_prep.readers.chunks import Chunk
+from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.invalid_row import InvalidRow
 
-SURE = 0.5
-"""Probability from which a language is taken to be known; short texts are often undetermined, and stay."""
-NO_LANGUAGE = ("und", "zxx")
-"""The identifier's codes for too little text, and for numbers or code."""
+SURE = 0.5  # probability from which a language is taken to be known; short texts are often undetermined, and stay
+NO_LANGUAGE = ("und", "zxx")  # the identifier's codes for too little text, and for numbers or code
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a prompt must be. Lengths count the characters of system and user messages together.
+class Rules(Options):
+    """What a prompt must be. Lengths count the characters of system and user messages together."""
 
-    Attributes:
-        heldout_share: prompts whose first turn's hash lies below this share of all hashes are held out.
-        near: the similarity of near duplicates, None to leave them.
-        languages: ISO 639 codes; none: any language.
-    """
-
-    max_turns: int | None = None
-    min_chars: int = 1
-    max_chars: int | None = None
-    languages: tuple[str, ...] = ()
-    heldout_share: float = 0.0
-    near: float | None = None
+    max_turns: int | None = option("user turns kept of each (default: all)", default=None, ge=1, metavar="N")
+    min_chars: int = option("of system and user messages", default=1, ge=1, metavar="N")
+    max_chars: int | None = option("of system and user messages", default=None, ge=1, metavar="N")
+    language: tuple[str, ...] = option("ISO 639 codes, such as en de: drop others", default=(), metavar="CODE")
+    heldout_share: float = option("of all prompts, by their first turn's hash", default=0.01, ge=0, lt=1, metavar="X")
+    near: float | None = option(
+        "drop prompts of this similarity, such as 0.8 (MinHash)", default=None, gt=0, le=1, metavar="J"
+    )
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,9 @@ def prepare_screening(
 ) -> Callable[[Chunk], tuple[str, list[Candidate | DroppedRow]]]:
     """The function for workers: a chunk's source, and a candidate or the reason to drop it for each row."""
     contamination = Contamination(evaluation)
-
-    def screen(chunk: Chunk) -> tuple[str, list[Candidate | DroppedRow]]:
-        return map_rows(chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)])
-
-    return screen
+    return lambda chunk: map_rows(
+        chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)]
+    )
 
 
 def _in_heldout_share(turn: str, share: float) -> bool:
@@ -79,8 +71,8 @@ def _screen(source: str, line: int | None, entry: Any, rules: Rules, contaminati
     heldout = _in_heldout_share(compared[first], rules.heldout_share)
     if not heldout and any(_in_heldout_share(turn, rules.heldout_share) for turn in compared[first + 1 :]):
         raise InvalidRow("a later turn is a held-out prompt", "it may be the first turn of a held-out row")
-    if rules.languages:
-        _check_language("\n".join(texts[first:]), rules.languages)
+    if rules.language:
+        _check_language("\n".join(texts[first:]), rules.language)
     if contamination and (place := contamination.find(texts[first:])) is not None:
         raise InvalidRow("in an evaluation set", place)
     key = content_key(message | {"content": text} for message, text in zip(prompts, compared, strict=True))

@@ -1,12 +1,12 @@
 """Responses of a served target to conversations, turn by turn, with the ids that were sent and that came back.
 
-A draft has to predict its target, so a data set's own responses do not matter, only its prompts. User turns are
-answered in order, with the target's earlier responses as history. Each response becomes one record::
+A draft has to predict its target, so only a data set's prompts matter. User turns are answered in order, with the
+target's earlier responses as history. Each response becomes one record::
 
     {"id", "conversation", "turn", "source", "prompt_ids", "output_ids", "finish": "stop" | "length", "target"}
 
-whose ids are those that the server read and wrote, never encoded again. A response that was cut off by the length
-limit has no end token, and nothing that comes after its last token is taught.
+whose ids are those that the server read and wrote, never encoded again. A response that the length limit cut has no
+end token, and nothing that comes after its last token is taught.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, Literal, Protocol
 
 import orjson
 from transformers import PreTrainedTokenizerBase
@@ -23,15 +24,14 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.generation.server_pool import RequestFailed
 from data_prep.pipeline.rows import errors_as_invalid_row, hash_64
 from specforge_dspine.streaming.client import Completion, RequestRefused
-from specforge_dspine.utils.chat_template import Message, prompt_ids, response_text, unfinished_reasoning
+from specforge_dspine.utils.chat_template import THINKING, Message, prompt_ids, response_text, unfinished_reasoning
+from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
-MIN_OUTPUT_TOKENS = 2
-"""An anchor needs a supervised token behind it, so shorter responses train nothing."""
-MAX_TURNS = 1 << 12
-"""Of one conversation: places in the ledger are row · MAX_TURNS + turn."""
+MIN_OUTPUT_TOKENS = 2  # an anchor needs a supervised token behind it, so shorter responses train nothing
+MAX_TURNS = 1 << 12  # of one conversation: places in the ledger are row · MAX_TURNS + turn
 SEEDS = 1 << 31
 
 
@@ -41,33 +41,17 @@ class CompletionServer(Protocol):
     def generate(self, prompt: list[int], **options: Any) -> Completion: ...
 
 
-@dataclass(frozen=True)
-class GenerationSettings:
-    """How responses are generated.
+class GenerationSettings(Options):
+    """How responses are generated; everything here decides them."""
 
-    Attributes:
-        max_length: of prompt + new tokens, so that the samples fit the trained length.
-        dtype: the server's; float32 and bfloat16 give different greedy responses.
-        temperature: 0 is greedy; otherwise ``seed`` decides every draw, if the server heeds it.
-        thinking: None leaves the template's default.
-
-    Raises:
-        ValueError: there is no room for a prompt.
-    """
-
-    max_length: int
-    dtype: str
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    thinking: bool | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_length <= self.max_new_tokens:
-            raise ValueError(
-                f"--max-length {self.max_length} leaves no room for a prompt beside "
-                f"--max-new-tokens {self.max_new_tokens}"
-            )
+    max_new_tokens: int = option("tokens of each response", default=64, ge=MIN_OUTPUT_TOKENS, metavar="N")
+    max_length: int = option("tokens of prompt and response (default: the target's context)", default=0, metavar="N")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        "of the server; default: the target's", default=None
+    )
+    temperature: float = option("0 is greedy", default=0.0, ge=0, metavar="T")
+    seed: int | None = option("of the draws, where the temperature is not 0", default=None, metavar="N")
+    thinking: Literal["none", "off", "on"] = option("the template's switch", default="none")
 
 
 @dataclass(frozen=True)
@@ -113,15 +97,11 @@ class ResponseGenerator:
     """Generates the responses of conversations; any number of threads may call it.
 
     Args:
-        target: fingerprint of the target, for the records.
+        target: its fingerprint, for the records.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: GenerationSettings,
-        target: str,
-        servers: CompletionServer,
+        self, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings, target: str, servers: CompletionServer
     ) -> None:
         self._tokenizer = tokenizer
         self._settings = settings
@@ -161,15 +141,19 @@ class ResponseGenerator:
             raise InvalidRow("refused by the server", str(error)) from error
         except RequestFailed as error:
             raise InvalidRow("the server fails on it", str(error)) from error
-        with errors_as_invalid_row():
-            self._check_response(completion.output_ids)
+        ids = completion.output_ids
+        if len(ids) < MIN_OUTPUT_TOKENS:
+            raise InvalidRow(f"fewer than {MIN_OUTPUT_TOKENS} generated tokens", f"{len(ids)}")
+        with errors_as_invalid_row(), self._encoding:
+            if not response_text(self._tokenizer, ids).strip():
+                raise InvalidRow("empty response", f"{len(ids)} tokens of white space")
         return {
             "id": name,
             "conversation": conversation.name,
             "turn": len(records),
             "source": conversation.source,
             "prompt_ids": prompt,
-            "output_ids": completion.output_ids,
+            "output_ids": ids,
             "finish": completion.finish,
             "target": self._target,
         }
@@ -186,21 +170,13 @@ class ResponseGenerator:
             for user, record in zip(users, records, strict=False):
                 text = response_text(self._tokenizer, record["output_ids"])
                 history[user + 1] = {"role": "assistant", "content": text}
-            prompt = prompt_ids(self._tokenizer, history, enable_thinking=self._settings.thinking)
+            prompt = prompt_ids(self._tokenizer, history, enable_thinking=THINKING[self._settings.thinking])
         length = len(prompt) + self._settings.max_new_tokens
         if length > self._settings.max_length:
             raise InvalidRow(
                 "prompt and new tokens exceed the maximum length", f"{length} > {self._settings.max_length}"
             )
         return prompt
-
-    def _check_response(self, ids: Sequence[int]) -> None:
-        if len(ids) < MIN_OUTPUT_TOKENS:
-            raise InvalidRow(f"fewer than {MIN_OUTPUT_TOKENS} generated tokens", f"{len(ids)}")
-        with self._encoding:
-            text = response_text(self._tokenizer, ids)
-        if not text.strip():
-            raise InvalidRow("empty response", f"{len(ids)} tokens of white space")
 
     def _generate(self, name: str, prompt: list[int]) -> Completion:
         settings = self._settings
@@ -231,7 +207,7 @@ def generate_all(
             try:
                 for part in generator.responses(conversation):
                     results.put(part)
-                results.put(None)
+                results.put(None)  # the conversation is done with
             except BaseException as error:  # the main thread raises it
                 results.put(error)
 
@@ -241,45 +217,26 @@ def generate_all(
         thread.start()
     under_way = 0
     try:
-        for conversation in conversations:
-            tasks.put(conversation)
-            under_way += 1
-            while under_way >= 2 * in_flight or (under_way and not results.empty()):
-                finished, turns = _collect(results, ledger)
-                under_way -= finished
-                yield from turns
-        while under_way:
-            finished, turns = _collect(results, ledger)
-            under_way -= finished
+        while True:
+            for conversation in islice(conversations, 2 * in_flight - under_way):
+                tasks.put(conversation)
+                under_way += 1
+            if not under_way:
+                return
+            parts = [results.get()]
+            while not results.empty():
+                parts.append(results.get())
+            turns = [turn for part in parts if isinstance(part, list) for turn in part]
+            for turn in turns:
+                turn.write(ledger)
+            ledger.commit()
+            if failure := next((part for part in parts if isinstance(part, BaseException)), None):
+                raise failure
+            under_way -= parts.count(None)
             yield from turns
     finally:
         for _ in threads:
             tasks.put(None)
-
-
-def _collect(
-    results: queue.SimpleQueue[list[TurnResult] | BaseException | None], ledger: Ledger
-) -> tuple[int, list[TurnResult]]:
-    """Wait for a result, take all there are, and commit them; how many conversations ended, and the turns."""
-    finished = 0
-    turns: list[TurnResult] = []
-    failure: BaseException | None = None
-    while True:
-        result = results.get()
-        if result is None:
-            finished += 1
-        elif isinstance(result, BaseException):
-            failure = failure or result
-        else:
-            for turn in result:
-                turn.write(ledger)
-            turns += result
-        if results.empty():
-            break
-    ledger.commit()
-    if failure is not None:
-        raise failure
-    return finished, turns
 
 
 def earlier_records(ledger: Ledger, number: int) -> tuple[list[dict[str, Any]], int]:

@@ -21,12 +21,9 @@ from specforge_dspine.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
 
-FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
-"""How long a failed server is left alone: the first time, and at most."""
-ATTEMPTS = 5
-"""So often a request is sent to servers that work; then the failure is its own."""
-MAX_FAILED_REQUESTS = 8
-"""After so many requests in a row that all attempts failed on, the requests are not at fault."""
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0  # how long a failed server is left alone: the first time, and at most
+ATTEMPTS = 5  # so often a request is sent to servers that work; then the failure is its own
+MAX_FAILED_REQUESTS = 8  # after so many in a row that all attempts failed on, the requests are not at fault
 INFO_TIMEOUT_S = 60.0
 
 
@@ -64,14 +61,20 @@ def check_server(url: str, required: Requirements) -> str:
         WrongServerError: it serves something else, or in another way.
         ConnectionError: nobody answers.
     """
-    info = _server_info(url)
-    served = str(info["model_path"])
+    with requests.Session() as session:
+        session.trust_env = False  # as SGLangClient does
+        try:
+            response = session.get(f"{url.rstrip('/')}/server_info", timeout=INFO_TIMEOUT_S)
+            response.raise_for_status()
+            info = response.json()
+        except (requests.RequestException, ValueError) as error:
+            raise ConnectionError(f"--server {url} does not answer ({error}); is an SGLang server there?") from error
+    served, dtype = str(info["model_path"]), str(info["dtype"])
     if served != required.model and Path(served).resolve() != Path(required.model).resolve():
         raise WrongServerError(
             f"--server {url} serves {served}, not {required.model}: start it with this target, or say with "
             "--served-as that the target has that name there"
         )
-    dtype = str(info["dtype"])
     if required.dtype not in (None, dtype):
         raise WrongServerError(f"--server {url} computes in {dtype}, not in {required.dtype}; responses would differ")
     if required.deterministic and not info.get("enable_deterministic_inference"):
@@ -80,18 +83,6 @@ def check_server(url: str, required: Requirements) -> str:
             "GPUs), or leave --seed out, and draws differ from run to run"
         )
     return dtype
-
-
-def _server_info(url: str) -> dict[str, Any]:
-    """The arguments that a running server was started with."""
-    with requests.Session() as session:
-        session.trust_env = False  # as SGLangClient does
-        try:
-            response = session.get(f"{url.rstrip('/')}/server_info", timeout=INFO_TIMEOUT_S)
-            response.raise_for_status()
-            return response.json()
-        except (requests.RequestException, ValueError) as error:
-            raise ConnectionError(f"--server {url} does not answer ({error}); is an SGLang server there?") from error
 
 
 @dataclass

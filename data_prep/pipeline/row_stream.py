@@ -15,10 +15,8 @@ from data_prep.readers.chunks import Chunk
 from data_prep.readers.inputs import Input, Inputs
 from specforge_dspine.utils.ledger import Ledger
 
-COMMIT_S = 2.0
-"""Seconds of work that a kill may cost."""
-MIN_AHEAD = 4
-"""Chunks that each of many interleaved inputs has under way at least: of a small file all, so that it is closed."""
+COMMIT_S = 2.0  # seconds of work that a kill may cost
+MIN_AHEAD = 4  # chunks that each of many interleaved inputs has under way: of a small file all, so that it is closed
 
 
 class RowStream:
@@ -29,17 +27,15 @@ class RowStream:
     """
 
     def __init__(self, inputs: Inputs, pool: WorkerPool, ledger: Ledger, *, interleave: bool = False) -> None:
-        was = ledger.fact("position") or {}
+        was = ledger.fact("position") or {"streams": [], "next": 0, "rows_in": 0}
+        sequences = [[each] for each in inputs.found] if interleave else [inputs.found]
+        positions = was["streams"] or [(0, 0, 0)] * len(sequences)
+        self._streams = [_InputStream(*each, pool) for each in zip(sequences, positions, strict=True)]
+        self._next: int | None = was["next"]
         self._ledger = ledger
         self._pool = pool
-        sequences = [[each] for each in inputs.found] if interleave else [inputs.found]
-        self._streams = [
-            _InputStream(sequence, was.get("streams", {}).get(str(k), (0, 0, 0)), pool)
-            for k, sequence in enumerate(sequences)
-        ]
-        self._next: int | None = was.get("next", 0)
         self._interleave = interleave
-        self.rows_in: int = was.get("rows_in", 0)
+        self.rows_in: int = was["rows_in"]
 
     def __iter__(self) -> Iterator[tuple[str, list[Any]]]:
         """A source and the results of some of its rows. Whoever takes fewer of them calls ``unread``."""
@@ -71,8 +67,8 @@ class RowStream:
         return self._streams[index].take(1, share)
 
     def _commit(self) -> None:
-        streams = {str(k): stream.position for k, stream in enumerate(self._streams)}
-        self._ledger.set_fact("position", {"streams": streams, "next": self._next, "rows_in": self.rows_in})
+        positions = [stream.position for stream in self._streams]
+        self._ledger.set_fact("position", {"streams": positions, "next": self._next, "rows_in": self.rows_in})
         self._ledger.commit()
 
 
@@ -83,13 +79,21 @@ class _InputStream:
         position: inputs that are done with, chunks of the one after them, rows of the chunk after those.
     """
 
-    def __init__(self, inputs: Sequence[Input], position: tuple[int, int, int], pool: WorkerPool) -> None:
-        self.position = position
+    def __init__(self, inputs: Sequence[Input], position: Sequence[int], pool: WorkerPool) -> None:
+        self.position = tuple(position)
         self.is_dry = False
         self._pool = pool
-        self._chunks = self._all_chunks(inputs, *position[:2])
+        self._chunks = self._numbered_chunks(inputs)
         self._jobs: deque[tuple[int, int, Job]] = deque()
-        self._current: tuple[str, list[Any]] | None = None
+        self._current: tuple[str, list[Any]] = "", []
+
+    def _numbered_chunks(self, inputs: Sequence[Input]) -> Iterator[tuple[int, int, Chunk]]:
+        """Chunks behind the position, each with its input's number and its own."""
+        number, place, _ = self.position
+        for k, each in enumerate(inputs[number:], number):
+            first = place if k == number else 0
+            for at, chunk in enumerate(islice(each.chunks(), first, None), first):
+                yield k, at, chunk
 
     def look_ahead(self, count: int) -> None:
         """Have ``count`` chunks under way, if there are so many."""
@@ -99,24 +103,15 @@ class _InputStream:
     def take(self, count: int | None, ahead: int) -> tuple[str, list[Any]]:
         """The next ``count`` rows, or all that are at hand; none at the end. ``ahead`` chunks are under way."""
         number, place, row = self.position
-        while self._current is None or row >= len(self._current[1]):
-            if self._current is not None:
-                place, row = place + 1, 0
+        source, results = self._current
+        while row >= len(results):
             self.look_ahead(ahead)
             if not self._jobs:
-                self.is_dry, self._current = True, None
-                return "", []
+                self.is_dry, self._current = True, ("", [])
+                return self._current
             was, (number, place, job) = (number, place), self._jobs.popleft()
-            row = row if (number, place) == was else 0
-            self._current = job.result()
-        source, results = self._current
+            row = row if (number, place) == was else 0  # the first chunk of a continued job was begun already
+            source, results = self._current = self._pool.result(job)
         part = results[row : None if count is None else row + count]
         self.position = number, place, row + len(part)
         return source, part
-
-    @staticmethod
-    def _all_chunks(inputs: Sequence[Input], number: int, place: int) -> Iterator[tuple[int, int, Chunk]]:
-        for k, each in enumerate(inputs[number:], number):
-            first = place if k == number else 0
-            for at, chunk in enumerate(islice(each.chunks(), first, None), first):
-                yield k, at, chunk

@@ -1,8 +1,4 @@
-"""Errors and names of single rows: whatever is wrong with a row costs that row, never the job.
-
-What is foreseen is an ``InvalidRow`` with a reason. Any other exception for a row becomes one here, so that the row
-is named and the rest goes on.
-"""
+"""Errors and names of single rows: whatever is wrong with a row costs that row, never the job."""
 
 from __future__ import annotations
 
@@ -22,10 +18,8 @@ from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.invalid_row import InvalidRow
 
 Result = TypeVar("Result")
-NOT_THE_ROWS = (OSError, MemoryError, RunError)
-"""Disk, memory, servers: the next row would fail as well."""
-SHOWN_ERROR = 200
-"""Characters of an unforeseen error's message."""
+NOT_THE_ROWS = (OSError, MemoryError, RunError)  # disk, memory, servers: the next row would fail as well
+SHOWN_ERROR = 200  # characters of an unforeseen error's message
 
 
 @dataclass(frozen=True)
@@ -80,14 +74,14 @@ def row_name(source: str, entry: Mapping[str, Any], messages: Sequence[Message])
     return name if isinstance(name, str) and name else row_id(source, content_key(messages))
 
 
-def row_id(source: str, key: int) -> str:
-    """An id for a row that has none of its own."""
-    return f"{_label(source)}-{key:016x}"
-
-
 @lru_cache(maxsize=64)
 def _label(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", PurePath(source).name).strip("-")[:60]
+
+
+def row_id(source: str, key: int) -> str:
+    """An id for a row that has none of its own."""
+    return f"{_label(source)}-{key:016x}"
 
 
 def hash_64(text: str) -> int:

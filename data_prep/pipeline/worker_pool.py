@@ -9,16 +9,15 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import Any
 
 from specforge_dspine.utils.child_process import end_with_parent
 from specforge_dspine.utils.errors import RunError
 
 Function = Callable[[Any], Any]
-MAX_INLINE = 3
-"""So few chunks are done in this process: starting others would take longer."""
-PER_WORKER = 3
-"""Chunks per worker that are under way; it bounds what is read ahead."""
+MAX_INLINE = 3  # so few chunks are done in this process: starting others would take longer
+PER_WORKER = 3  # chunks under way, which bounds what is read ahead
 
 
 class WorkerKilledError(RunError):
@@ -30,6 +29,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+@dataclass
+class Job:
+    """One chunk on its way through a worker, or through this process where ``future`` is None."""
+
+    chunk: Any
+    future: Future[Any] | None = None
+
+
 class WorkerPool:
     """Processes that apply a function to chunks, once there are enough of them; use it as a context.
 
@@ -38,12 +45,13 @@ class WorkerPool:
     """
 
     def __init__(self, count: int, prepare: Callable[..., Function], *arguments: Any) -> None:
+        self.ahead = PER_WORKER * count + 1  # chunks to have under way, so that no worker waits
         self._count = count
         self._prepare = prepare
         self._arguments = arguments
         self._function: Function | None = None
         self._executor: ProcessPoolExecutor | None = None
-        self._waiting: list[Job] = []
+        self._first: list[Job] = []
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -52,66 +60,46 @@ class WorkerPool:
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
-    @property
-    def ahead(self) -> int:
-        """Chunks to have under way, so that no worker waits."""
-        return PER_WORKER * self._count + 1
-
     def submit(self, chunk: Any) -> Job:
-        """The function of a chunk, under way.
+        """Begin with a chunk.
 
         Raises:
             WorkerKilledError: a worker was killed.
         """
-        job = Job(self, chunk)
+        job = Job(chunk)
         if self._executor is not None:
-            with _killed_workers_explained():
-                job.future = self._executor.submit(_apply, chunk)
+            self._send(job)
         elif self._count > 1:
-            self._waiting.append(job)
-            if len(self._waiting) > MAX_INLINE:
-                self._start_workers()
+            self._first.append(job)
+            if len(self._first) > MAX_INLINE:
+                self._executor = ProcessPoolExecutor(
+                    self._count,
+                    multiprocessing.get_context("spawn"),  # a fork would copy the locks of other threads
+                    initializer=_start,
+                    initargs=(os.getpid(), self._prepare, self._arguments),
+                )
+                for first in self._first:
+                    self._send(first)
+                self._first = []
         return job
 
-    def apply_here(self, chunk: Any) -> Any:
-        """The function of a chunk, in this process."""
+    def result(self, job: Job) -> Any:
+        """The function of the job's chunk; to be asked for once.
+
+        Raises:
+            WorkerKilledError: a worker was killed.
+        """
+        chunk, job.chunk = job.chunk, None
+        if job.future is not None:
+            with _killed_workers_explained():
+                return job.future.result()
         self._function = self._function or self._prepare(*self._arguments)
         return self._function(chunk)
 
-    def _start_workers(self) -> None:
-        self._executor = ProcessPoolExecutor(
-            self._count,
-            multiprocessing.get_context("spawn"),  # a fork would copy the locks of other threads
-            initializer=_start,
-            initargs=(os.getpid(), self._prepare, self._arguments),
-        )
-        for job in self._waiting:
-            if not job.is_done:
+    def _send(self, job: Job) -> None:
+        if self._executor is not None and job.chunk is not None:
+            with _killed_workers_explained():
                 job.future = self._executor.submit(_apply, job.chunk)
-        self._waiting = []
-
-
-class Job:
-    """One chunk on its way through a worker."""
-
-    def __init__(self, pool: WorkerPool, chunk: Any) -> None:
-        self.chunk = chunk
-        self.future: Future[Any] | None = None
-        self.is_done = False
-        self._pool = pool
-
-    def result(self) -> Any:
-        """What the function returns; to be asked for once.
-
-        Raises:
-            WorkerKilledError: a worker was killed.
-        """
-        self.is_done = True
-        chunk, self.chunk = self.chunk, None
-        if self.future is None:
-            return self._pool.apply_here(chunk)
-        with _killed_workers_explained():
-            return self.future.result()
 
 
 @contextlib.contextmanager

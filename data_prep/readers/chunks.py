@@ -6,8 +6,8 @@ What cannot be read is an ``InvalidRow`` in place of an entry. It keeps its line
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
@@ -42,18 +42,6 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Values:
-    """JSON texts, or invalid rows in their place, and the lines on which they begin."""
-
-    source: str
-    texts: list[tuple[int, bytes | InvalidRow]]
-
-    def rows(self) -> Iterator[Row]:
-        for line, text in self.texts:
-            yield line, parse(text) if isinstance(text, bytes) else text
-
-
-@dataclass(frozen=True)
 class Table:
     """Rows of an Arrow table or record batch, from number ``row`` on."""
 
@@ -81,13 +69,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries that are there already."""
+    """Entries with their lines, or JSON texts of them."""
 
     source: str
-    entries: list[Row] = field(default_factory=list)
+    entries: Sequence[Row]
 
     def rows(self) -> Iterator[Row]:
-        return iter(self.entries)
+        return ((line, parse(entry) if isinstance(entry, bytes) else entry) for line, entry in self.entries)
 
 
 def parse(text: bytes) -> Any:

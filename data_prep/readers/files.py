@@ -1,43 +1,33 @@
 """Files of chat data as chunks of entries, whatever state the files are in.
 
 A chunk is about a mebibyte of a file. Here only its entries' places are found; a worker parses them. What cannot be
-read is an invalid row in place of an entry, with its line, and the rest is read where that is possible.
+read is an invalid row with its line in place of an entry.
 """
 
 from __future__ import annotations
 
 import errno
-import zlib
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import zstandard
 
-from data_prep.readers.chunks import Chunk, Entries, Lines, Table, Values, parse
+from data_prep.readers.chunks import Chunk, Entries, Lines, Table, parse
 from data_prep.readers.json_array import EntryReader
 from specforge_dspine.utils.files import printable
 from specforge_dspine.utils.invalid_row import InvalidRow
 
-BLOCK = 1 << 20
-"""Bytes that are read at a time; a chunk holds about as many."""
-PACKED_BLOCK = 1 << 16
-"""The same of a compressed file."""
-ZSTD_BLOCK = 256
-"""Bytes that are unpacked at once: four may stand for 128 KiB, and the library has no bound of its own."""
-TABLE_ROWS = 1024
-"""Rows of a table in a chunk."""
-MAX_ENTRY = 64 << 20
-"""Bytes of one entry; beyond, a quotation mark or bracket is missing."""
-PEEKED_LINES = 3
-"""Lines by which a file of one entry per line is told from one long JSON value."""
-
-LINE_SUFFIXES, TABLE_SUFFIX = (".jsonl", ".ndjson"), ".parquet"
-PACKED_SUFFIXES = (".gz", ".zst")
+BLOCK = 1 << 20  # bytes that are read at a time; a chunk holds about as many
+ZSTD_BLOCK = 256  # bytes unpacked at once: four may stand for 128 KiB, and the library has no bound of its own
+TABLE_ROWS = 1024  # rows of a table in a chunk
+MAX_ENTRY = 64 << 20  # bytes of one entry; beyond, a quotation mark or bracket is missing
+PEEKED_LINES = 3  # by which a file of one entry per line is told from one long JSON value
+LINE_SUFFIXES, TABLE_SUFFIX, PACKED_SUFFIXES = (".jsonl", ".ndjson"), ".parquet", (".gz", ".zst")
 SUFFIXES = (".json", *LINE_SUFFIXES, TABLE_SUFFIX)
 UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
-EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors of the machine, not of the file that meets them."""
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # errors of the machine, not of the file that meets them
 
 
 def file_chunks(path: Path) -> Iterator[Chunk]:
@@ -123,14 +113,14 @@ class Blocks:
         error: why the file ended too early.
 
     Raises:
-        OSError: there is nothing to read at all.
+        Exception: there is nothing to read at all.
     """
 
     def __init__(self, path: Path) -> None:
         self.error: Exception | None = None
         self._raw = filter(None, _unpacked(path))
         block = self._next()
-        if isinstance(self.error, OSError):
+        if self.error is not None and not block:
             raise self.error
         self.first = block.removeprefix(UTF8_MARK)
         self.offset = len(block) - len(self.first)
@@ -151,48 +141,40 @@ class Blocks:
 
 def _unpacked(path: Path) -> Iterator[bytes]:
     """The file's bytes, about ``BLOCK`` of them at a time, however well they were packed."""
-    with path.open("rb") as file:
-        if path.suffix not in PACKED_SUFFIXES:
-            yield from iter(lambda: file.read(BLOCK), b"")
-            return
-        unpack = _gunzip if path.suffix == ".gz" else _unzstd
-        block = bytearray()
-        try:
-            for part in unpack(file):
-                block += part
-                while len(block) >= BLOCK:
-                    yield bytes(block[:BLOCK])
-                    del block[:BLOCK]
-        except (zlib.error, zstandard.ZstdError, EOFError):
-            yield bytes(block)
-            raise
+    block = bytearray()
+    try:
+        for part in _parts(path):
+            block += part
+            while len(block) >= BLOCK:
+                yield bytes(block[:BLOCK])
+                del block[:BLOCK]
+    except Exception:
         yield bytes(block)
+        raise
+    yield bytes(block)
 
 
-def _gunzip(file: BinaryIO) -> Iterator[bytes]:
-    unpacker = None
-    for data in iter(lambda: file.read(PACKED_BLOCK), b""):
-        while data.strip(b"\0") or (data and unpacker is not None):  # zeros may follow the last member
-            unpacker = unpacker or zlib.decompressobj(31)
-            yield unpacker.decompress(data, BLOCK)
-            data = unpacker.unconsumed_tail
-            if unpacker.eof:
-                data, unpacker = unpacker.unused_data, None
-    if unpacker is not None:  # the library does not say so by itself
-        raise EOFError("the compressed data end too early")
+def _parts(path: Path) -> Iterator[bytes]:
+    if path.suffix == ".gz":
+        with gzip.open(path) as unpacked:
+            yield from iter(lambda: unpacked.read1(BLOCK), b"")
+        return
+    with path.open("rb") as file:
+        if path.suffix == ".zst":
+            yield from _unzstd(file)
+        else:
+            yield from iter(lambda: file.read(BLOCK), b"")
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
     unpacker = None
-    for block in iter(lambda: file.read(PACKED_BLOCK), b""):
-        for at in range(0, len(block), ZSTD_BLOCK):
-            data = block[at : at + ZSTD_BLOCK]
-            while data:
-                unpacker = unpacker or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-                yield unpacker.decompress(data)
-                if not unpacker.eof:
-                    break
-                data, unpacker = unpacker.unused_data, None
+    for data in iter(lambda: file.read(ZSTD_BLOCK), b""):
+        while data:
+            unpacker = unpacker or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            yield unpacker.decompress(data)
+            if not unpacker.eof:
+                break
+            data, unpacker = unpacker.unused_data, None
     if unpacker is not None:
         raise EOFError("the compressed data end too early")
 
@@ -241,10 +223,10 @@ def _array_chunks(blocks: Blocks, source: str) -> Iterator[Chunk]:
     reader = EntryReader(MAX_ENTRY, blocks.offset)
     for block in blocks:
         if entries := reader.feed(block):
-            yield Values(source, entries)
+            yield Entries(source, entries)
         if reader.has_failed:
             return
     if blocks.error:
         yield _broken_off(source, reader.line, blocks.error)
     elif entries := reader.end():
-        yield Values(source, entries)
+        yield Entries(source, entries)

@@ -11,24 +11,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data_prep.readers import files
 from data_prep.readers.chunks import Chunk, Table
-from data_prep.readers.files import (
-    PACKED_SUFFIXES,
-    SUFFIXES,
-    TABLE_ROWS,
-    describe,
-    errors_as_rows,
-    file_chunks,
-    unreadable_file,
-)
 from data_prep.readers.packages import PACKAGES, hub_table
 from specforge_dspine.utils.files import file_sha256, printable
 
-KINDS = f"{', '.join(SUFFIXES)} (all but the last also with {' or '.join(PACKED_SUFFIXES)})"
-SAVED_MARKS = ("dataset_dict.json", "state.json")
-"""What ``datasets``' ``save_to_disk`` leaves in a folder."""
-SIDE_SUFFIXES = (".summary.json", ".dropped.jsonl")
-"""What our own commands write beside their outputs: no data."""
+KINDS = f"{', '.join(files.SUFFIXES)} (all but the last also with {' or '.join(files.PACKED_SUFFIXES)})"
+SAVED_MARKS = ("dataset_dict.json", "state.json")  # of datasets' save_to_disk
+SIDE_SUFFIXES = (".summary.json", ".dropped.jsonl")  # what our own commands write beside their outputs: no data
 
 
 @dataclass(frozen=True)
@@ -88,9 +78,9 @@ def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
             raise ValueError(f"--input {name}: there is no such file")
         else:
             result.found.append(_table(name, hub_table(name)))
-    for each in result.found:
-        if each.endless and not limited:
-            raise ValueError(f"--input {each.name} has no end: say with --limit how many rows to take")
+    endless = [each.name for each in result.found if each.endless]
+    if endless and not limited:
+        raise ValueError(f"--input {endless[0]} has no end: say with --limit how many rows to take")
     if not result.found:
         raise ValueError(f"--input {' '.join(names)}: no file of a known kind in it; use {KINDS}")
     return result
@@ -106,16 +96,16 @@ def rows_of(inputs: Inputs) -> Iterator[tuple[str, int | None, Any]]:
 
 def _is_data(path: Path) -> bool:
     """Whether the name is one of a file that can be read."""
-    suffixes = path.suffixes[:-1] if path.suffix in PACKED_SUFFIXES else path.suffixes
-    return bool(suffixes) and suffixes[-1] in SUFFIXES
+    suffixes = path.suffixes[:-1] if path.suffix in files.PACKED_SUFFIXES else path.suffixes
+    return bool(suffixes) and suffixes[-1] in files.SUFFIXES
 
 
 def _file(path: Path) -> Input:
     try:
         identity = f"sha256 {file_sha256(path)}"
     except OSError as error:
-        identity = describe(error)  # the rows will say so
-    return Input(printable(path), identity, partial(file_chunks, path))
+        identity = files.describe(error)  # the rows will say so
+    return Input(printable(path), identity, partial(files.file_chunks, path))
 
 
 def _add_folder(folder: Path, result: Inputs) -> None:
@@ -128,30 +118,32 @@ def _add_folder(folder: Path, result: Inputs) -> None:
     bar = tqdm(sorted(data), desc=f"looking at {printable(folder)}", unit=" files", leave=False, disable=None)
     result.found.extend(_file(path) for path in bar)
     for error in closed:
-        rows = unreadable_file(printable(error.filename), error)
-        result.found.append(Input(rows.source, describe(error), partial(iter, [rows])))
+        rows = files.unreadable_file(printable(error.filename), error)
+        result.found.append(Input(rows.source, files.describe(error), partial(iter, [rows])))
 
 
 def _walk(folder: Path, closed: list[OSError]) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """The data files below ``folder``, through links too, and what else is there."""
+    """The data files below ``folder``, through links too, and what else is there, with the reason."""
     data: list[Path] = []
     ignored: list[tuple[Path, str]] = []
     walked = {_inode(folder)}
     for parent, folders, names in os.walk(folder, onerror=closed.append, followlinks=True):
         entered = []
-        for path in sorted(Path(parent, name) for name in folders):
-            if path.name.startswith("."):
+        for name in sorted(folders):
+            path = Path(parent, name)
+            if name.startswith("."):
                 ignored.append((path, "hidden"))
             elif _inode(path) in walked:
                 ignored.append((path, "a link to a folder that is read already"))
             else:
                 walked.add(_inode(path))
-                entered.append(path.name)
+                entered.append(name)
         folders[:] = entered
-        for path in (Path(parent, name) for name in names):
-            if path.name.startswith("."):
+        for name in names:
+            path = Path(parent, name)
+            if name.startswith("."):
                 ignored.append((path, "hidden"))
-            elif not _is_data(path) or path.name.endswith(SIDE_SUFFIXES):
+            elif not _is_data(path) or name.endswith(SIDE_SUFFIXES):
                 ignored.append((path, "of no known kind"))
             elif os.path.exists(path) and not os.path.isfile(path):
                 ignored.append((path, "not an ordinary file"))
@@ -162,8 +154,7 @@ def _walk(folder: Path, closed: list[OSError]) -> tuple[list[Path], list[tuple[P
 
 def _inode(path: Path) -> tuple[int, int]:
     """What a folder is, by whatever name."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    return path.stat().st_dev, path.stat().st_ino
 
 
 def _saved(folder: Path) -> Iterator[Input]:
@@ -177,8 +168,8 @@ def _saved(folder: Path) -> Iterator[Input]:
 def _table(name: str, table: Any) -> Input:
     def chunks() -> Iterator[Chunk]:
         row = 1
-        for part in table.with_format("arrow").iter(TABLE_ROWS):
+        for part in table.with_format("arrow").iter(files.TABLE_ROWS):
             yield Table(name, row, part)
             row += len(part)
 
-    return Input(name, f"datasets {table._fingerprint}", lambda: errors_as_rows(name, chunks()))
+    return Input(name, f"datasets {table._fingerprint}", lambda: files.errors_as_rows(name, chunks()))

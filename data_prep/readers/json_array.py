@@ -16,8 +16,7 @@ Entry = tuple[int, bytes | InvalidRow]
 """The line on which an entry begins, from 1, and its text, or why it cannot be used."""
 
 OPENING, CLOSING = ("start_map", "start_array"), ("end_map", "end_array")
-PIECE_END = re.compile(rb"[,}]|(?=\{)")
-"""Where a piece ends that is fed outside of objects, so that every object begins and ends with a piece."""
+PIECE_END = re.compile(rb"[,}]|(?=\{)")  # outside of objects, so that every object begins and ends with a piece
 SEPARATORS = b", \t\r\n[]"
 PARSER_ERRORS = (ijson.JSONError, ValueError, ArithmeticError, SystemError)
 """Of syntax, of bytes that are not UTF-8, of numbers without bound (SystemError: by the C backend)."""
@@ -55,7 +54,10 @@ class EntryReader:
         self._block, self._start = self._block[self._start :] + block, 0
         try:
             while at < len(self._block):
-                at = self._feed_object(at, found) if self._in_object else self._feed_piece(at, found)
+                end = self._next_piece(at)
+                self._parser.send(self._block[at:end])
+                self._take_events(at, end, found)
+                at = end
         except PARSER_ERRORS as error:
             words = str(error.__cause__ or error).removeprefix("b'")  # bytes, if they are not UTF-8
             found.append(self._rest(re.split(r"\n|\\n", words)[0].rstrip(".")))
@@ -76,64 +78,44 @@ class EntryReader:
                 found.append(self._rest("it ends too early; fetch it again"))
         return found
 
-    def _feed_piece(self, at: int, found: list[Entry]) -> int:
-        """Feeds a piece from ``at`` on, outside of objects, up to the place that is returned."""
+    def _next_piece(self, at: int) -> int:
+        """Where the piece from ``at`` on ends; what separates it from the last entry is passed over."""
+        if self._in_object:
+            return self._block.find(b"}", at) + 1 or len(self._block)
         match = PIECE_END.search(self._block, at + 1)
         end = match.end() if match else len(self._block)
         piece = self._block[at:end]
         self._is_blank = self._is_blank and piece.isspace()
         if at == self._start:
             self._move_start(end - len(piece.lstrip(SEPARATORS)))
-        self._parser.send(piece)
-        self._take_events(at, end, found)
         return end
 
-    def _feed_object(self, at: int, found: list[Entry]) -> int:
-        """The same in an object, to its end or that of the block."""
-        send, events, depth = self._parser.send, self._events, self._depth
-        while at < len(self._block) and depth > self._entry_depth:
-            end = self._block.find(b"}", at) + 1 or len(self._block)
-            send(self._block[at:end])
-            for event, _ in events:
-                if event in OPENING:
-                    depth += 1
-                elif event in CLOSING:
-                    depth -= 1
-            events.clear()
-            at = end
-        self._depth = depth
-        if depth == self._entry_depth:
-            self._end_object(at, found)
-        return at
-
     def _take_events(self, at: int, end: int, found: list[Entry]) -> None:
-        """What the parser said of the piece between ``at`` and ``end``."""
+        """What the parser found in the piece between ``at`` and ``end``."""
+        depth, entry_depth = self._depth, self._entry_depth
         for event, _ in self._events:
             if event in OPENING:
-                if self._depth == 0 and event == "start_array":
-                    self._entry_depth = 1
-                elif self._depth == self._entry_depth and event == "start_map":
+                if depth == 0 and event == "start_array":
+                    entry_depth = 1
+                elif depth == entry_depth and event == "start_map":
                     self._in_object = True
                     self._move_start(at)
-                self._depth += 1
+                depth += 1
                 continue
             if event in CLOSING:
-                self._depth -= 1
-            if self._depth == self._entry_depth:
+                depth -= 1
+            if depth == entry_depth:
                 if self._in_object:
-                    self._end_object(end, found)
+                    found.append((self.line, self._block[self._start : end]))
                 else:
                     found.append((self.line, InvalidRow("not a JSON object", event.removeprefix("end_"))))
-                    self._move_start(end)
-            elif self._depth == 0:  # the array ended
-                self._entry_depth = 0
+                self._in_object = False
+                self._move_start(end)
+            elif depth == 0:  # the array ended
+                entry_depth = 0
                 self._move_start(end)
         self._events.clear()
-
-    def _end_object(self, end: int, found: list[Entry]) -> None:
-        found.append((self.line, self._block[self._start : end]))
-        self._in_object = False
-        self._move_start(end)
+        self._depth, self._entry_depth = depth, entry_depth
 
     def _move_start(self, place: int) -> None:
         self.line += self._block.count(b"\n", self._start, place)

@@ -10,46 +10,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from data_prep.cleaning.conversations import read_conversation
 from data_prep.pipeline.rows import DroppedRow, errors_as_invalid_row, hash_64, map_rows, row_id, row_name
 from data_prep.readers.chunks import Chunk
 from data_prep.samples.rendering import render_response
-from specforge_dspine.utils.chat_template import Message, end_ids
+from specforge_dspine.utils.chat_template import THINKING, Message, end_ids
+from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.invalid_row import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MIN_SUPERVISED = 2
-"""An anchor and the token behind it."""
-FINISHES = ("stop", "length", None)
-"""How a response ended: by itself, at a limit, unknown."""
-DATASET = "dataset"
-"""Origin of responses that the target did not write."""
+MIN_SUPERVISED = 2  # an anchor and the token behind it
+FINISHES = ("stop", "length", None)  # how a response ended: by itself, at a limit, unknown
+DATASET = "dataset"  # origin of responses that the target did not write
+
+
+class SampleSettings(Options):
+    """How samples are built."""
+
+    max_length: int = option("tokens of a sample; default: the target's context", default=0, ge=0, metavar="N")
+    mask_token_id: int | None = option("reserved id; default: as training finds it", default=None, ge=0, metavar="ID")
+    use_dataset_responses: bool = option("take chats with the responses that the data set has", default=False)
+    thinking: Literal["none", "off", "on"] | None = option(
+        "the template's switch, for these (default none)", default=None
+    )
 
 
 @dataclass(frozen=True)
-class SampleSettings:
-    """How samples are built.
+class Target:
+    """The target in the folder ``path``, and the size V of its vocabulary."""
 
-    Attributes:
-        target: directory of the target, whose fingerprint begins with ``fingerprint``.
-        max_length: S at most; a response that does not fit is cut and marked, and loses its end.
-        vocab_size: V, of the target.
-        mask_token_id: must not occur.
-        use_dataset_responses: whether responses of the data set are taken.
-    """
-
-    target: Path
+    path: Path
     fingerprint: str
-    max_length: int
     vocab_size: int
-    mask_token_id: int
-    thinking: bool | None = None
-    use_dataset_responses: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,13 @@ class SampleLine:
     was_cut: bool
 
 
-def prepare_building(settings: SampleSettings) -> Callable[[Chunk], tuple[str, list[SampleLine | DroppedRow]]]:
+def prepare_building(
+    settings: SampleSettings, target: Target
+) -> Callable[[Chunk], tuple[str, list[SampleLine | DroppedRow]]]:
     """The function for workers: a chunk's source, and what became of each of its responses."""
     from transformers import AutoTokenizer
 
-    builder = SampleBuilder(settings, AutoTokenizer.from_pretrained(settings.target))
+    builder = SampleBuilder(settings, target, AutoTokenizer.from_pretrained(target.path))
 
     def lines(source: str, line: int | None, entry: Any) -> Iterator[SampleLine | DroppedRow]:
         for sample in builder.samples(source, entry):
@@ -77,16 +76,17 @@ def prepare_building(settings: SampleSettings) -> Callable[[Chunk], tuple[str, l
 
 
 class SampleBuilder:
-    """Builds samples for one target."""
+    """Builds samples for one target; a response that does not fit the maximum length loses its end, marked."""
 
-    def __init__(self, settings: SampleSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, settings: SampleSettings, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
         self._settings = settings
-        self.tokenizer = tokenizer
-        self.end_ids = end_ids(settings.target, tokenizer)
+        self._target = target
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids(target.path, tokenizer)
         pad = tokenizer.pad_token_id
-        self._padding = None if pad in self.end_ids else pad  # many targets end with their pad token
-        self._markers = frozenset(tokenizer.all_special_ids) - self.end_ids
-        self._ends = [str(self.tokenizer.convert_ids_to_tokens(token)) for token in sorted(self.end_ids)]
+        self._padding = None if pad in self._end_ids else pad  # many targets end with their pad token
+        self._markers = frozenset(tokenizer.all_special_ids) - self._end_ids
+        self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(self._end_ids)]
 
     def samples(self, source: str, entry: Any) -> Iterator[dict[str, Any] | InvalidRow]:
         """A sample for every response in ``entry``, or why it gives none.
@@ -122,11 +122,11 @@ class SampleBuilder:
         if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists):
             raise InvalidRow("ids are not lists of integers", "prompt_ids, output_ids")
         target, finish = record.get("target"), record.get("finish")
-        if target != self._settings.fingerprint:
-            raise InvalidRow("a response of another target", f"{target!r}, not {self._settings.fingerprint!r}")
+        if target != self._target.fingerprint:
+            raise InvalidRow("a response of another target", f"{target!r}, not {self._target.fingerprint!r}")
         if finish not in FINISHES:
             raise InvalidRow("unknown finish", f"{finish!r}: stop or length, or none if nobody knows")
-        ends = [at for at, token in enumerate(lists[1]) if token in self.end_ids]
+        ends = [at for at, token in enumerate(lists[1]) if token in self._end_ids]
         if ends and set(lists[1][ends[0] + 1 :]) - {self._padding}:
             raise InvalidRow("an end token inside of the response", f"at place {ends[0]} of {len(lists[1])} ids")
         name, origin = record.get("id"), record.get("source")
@@ -139,30 +139,29 @@ class SampleBuilder:
         )
 
     def _of_rendered(self, name: str, source: str, messages: list[Message], *, was_cut: bool) -> dict[str, Any]:
-        rendered = render_response(
-            self.tokenizer, messages, self._ends, enable_thinking=self._settings.thinking, was_cut=was_cut
-        )
+        thinking = THINKING[self._settings.thinking or "none"]
+        rendered = render_response(self._tokenizer, messages, self._ends, enable_thinking=thinking, was_cut=was_cut)
         prompt, output = (
-            list(self.tokenizer(text, add_special_tokens=False).input_ids)
+            list(self._tokenizer(text, add_special_tokens=False).input_ids)
             for text in (rendered.prompt, rendered.completion)
         )
-        if not self.end_ids.isdisjoint(output[:-1]):
+        if not self._end_ids.isdisjoint(output[:-1]):
             raise InvalidRow("an end token inside of the response", f"{rendered.completion[-60:]!r}")
         if marks := self._markers.intersection(output):
-            names = ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(sorted(marks))))
+            names = ", ".join(map(str, self._tokenizer.convert_ids_to_tokens(sorted(marks))))
             raise InvalidRow(
                 "the template's markers inside of the response", f"{names}; they would be trained on as tokens"
             )
-        finish = "stop" if output and output[-1] in self.end_ids else "length"
+        finish = "stop" if output and output[-1] in self._end_ids else "length"
         return self._sample(name, source, prompt, output, origin=DATASET, finish=finish)
 
     def _sample(
         self, name: str, source: str, prompt: list[int], output: list[int], *, origin: str, finish: str | None
     ) -> dict[str, Any]:
-        settings = self._settings
-        outside = [token for token in (*prompt, *output) if not 0 <= token < settings.vocab_size]
+        settings, vocab_size = self._settings, self._target.vocab_size
+        outside = [token for token in (*prompt, *output) if not 0 <= token < vocab_size]
         if outside:
-            raise InvalidRow("ids outside of the vocabulary", f"{outside[0]}, of {settings.vocab_size} ids")
+            raise InvalidRow("ids outside of the vocabulary", f"{outside[0]}, of {vocab_size} ids")
         if settings.mask_token_id in prompt or settings.mask_token_id in output:
             raise InvalidRow("holds the mask token", f"id {settings.mask_token_id}; it must not occur in text")
         room = settings.max_length - len(prompt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,8 +14,7 @@ from data_prep.samples.statistics import Sample, SampleStatistics, histogram
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BAR = 40
-"""Characters of the longest bar."""
+BAR = 40  # characters of the longest bar
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that would color, move or reverse the text of a terminal; tabs and line breaks are left."""
 PLAIN, DIM, GREEN, RED, BOLD = (f"\x1b[{code}m" for code in (0, 2, 32, 31, 1))
@@ -27,29 +25,21 @@ PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_s
 <style>
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 pre { white-space: pre-wrap; background: #f6f6f6; padding: .8em; border-radius: 4px; color: #777 }
-pre b { font-weight: normal; background: #c9efcf; color: #063 }
-td { padding: 0 .8em 0 0; vertical-align: middle; text-align: right; font-variant-numeric: tabular-nums }
-td div { background: #4a90c2; height: .8em } .warning { color: #a40000 }
+b { font-weight: normal; background: #c9efcf; color: #063 } .warning { color: #a40000 }
 </style>
 <h1>{{ title }}</h1>
-<p>{{ statistics.samples }} samples, {{ summary.tokens }} tokens, {{ summary.supervised_tokens }} supervised,
-{{ summary.anchors }} anchors. Origin: {{ origins }}. Finish: {{ finishes }}.</p>
+<p>{{ summary }}</p>
 {% for warning in warnings %}
 <p class="warning">{{ warning }}</p>
 {% else %}
 <p>No warnings.</p>
 {% endfor %}
-{% for name, ranges in summary.histograms.items() %}
+{% for name, lines in histograms.items() %}
 <h2>{{ name|capitalize }} of a sample</h2>
-<table>{% set most = ranges|map(attribute=2)|max %}
-{% for low, high, number in ranges %}
-<tr><td>{{ low }}–{{ high }}</td><td>{{ number }}</td>
-<td style="width: 30em"><div style="width: {{ 100 * number / most }}%"></div></td></tr>
-{% endfor %}
-</table>
+<pre>{{ lines|join("\n") }}</pre>
 {% endfor %}
 <h2>Samples</h2>
-<p>What the target wrote, and a draft is to predict, is <b style="background: #c9efcf">green</b>.</p>
+<p>What the target wrote, and a draft is to predict, is <b>green</b>.</p>
 {% for sample, parts in samples %}
 <h3>{{ sample.place }}</h3>
 <p>{{ sample.facts }}</p>
@@ -82,13 +72,11 @@ class RenderedSample(NamedTuple):
 def html_page(statistics: SampleStatistics, samples: Sequence[RenderedSample], title: str) -> str:
     """The whole page."""
     return PAGE.render(
-        statistics=statistics,
-        summary=statistics.summary(),
-        warnings=_warnings(statistics),
-        origins=_counts(statistics.origins),
-        finishes=_counts(statistics.finishes),
-        samples=samples,
         title=title,
+        summary=_summary(statistics),
+        warnings=_warnings(statistics),
+        histograms=_histograms(statistics),
+        samples=samples,
     )
 
 
@@ -104,21 +92,23 @@ def terminal_text(statistics: SampleStatistics, samples: Sequence[RenderedSample
 
     lines = []
     for sample, parts in samples:
-        lines.append(paint(f"{sample.place}: {sample.facts}", BOLD))
         marked = (
-            paint(f"⟦{text}⟧" if supervised and not color else text, GREEN if supervised else DIM)
-            for text, supervised in parts
+            paint(f"⟦{text}⟧" if is_supervised and not color else text, GREEN if is_supervised else DIM)
+            for text, is_supervised in parts
         )
-        lines.append("".join(marked) + "\n")
-    for name, values in statistics.series().items():
-        ranges = histogram(values)
-        most = max(number for _, _, number in ranges)
-        lines.append(paint(f"{name} of a sample", BOLD))
-        lines += [f"{low:>7}–{high:<7} {number:>8} {'█' * -(-BAR * number // most)}" for low, high, number in ranges]
-    counts = f"origin: {_counts(statistics.origins)}; finish: {_counts(statistics.finishes)}"
-    lines.append(paint(f"{statistics.samples} samples; {counts}", PLAIN))
+        lines += [paint(f"{sample.place}: {sample.facts}", BOLD), "".join(marked) + "\n"]
+    for name, bars in _histograms(statistics).items():
+        lines += [paint(f"{name} of a sample", BOLD), *bars]
+    lines.append(paint(_summary(statistics), PLAIN))
     lines += [paint(f"warning: {warning}", RED) for warning in _warnings(statistics)]
     return "\n".join(lines)
+
+
+def _summary(statistics: SampleStatistics) -> str:
+    totals = (f"{sum(values)} {name}" for name, values in statistics.series().items())
+    counts = {"origin": statistics.origins, "finish": statistics.finishes}
+    parts = (f"{name}: " + ", ".join(f"{k} {each}" for each, k in value.items()) for name, value in counts.items())
+    return f"{statistics.samples} samples, {', '.join(totals)}; {'; '.join(parts)}"
 
 
 def _warnings(statistics: SampleStatistics) -> list[str]:
@@ -128,5 +118,11 @@ def _warnings(statistics: SampleStatistics) -> list[str]:
     ]
 
 
-def _counts(counts: Counter[str]) -> str:
-    return ", ".join(f"{number} {name}" for name, number in counts.items())
+def _histograms(statistics: SampleStatistics) -> dict[str, list[str]]:
+    """A bar for each range of values, by name of the values."""
+    result = {}
+    for name, values in statistics.series().items():
+        ranges = histogram(values)
+        most = max(number for _, _, number in ranges)
+        result[name] = [f"{a:>7}–{b:<7} {number:>8} {'█' * -(-BAR * number // most)}" for a, b, number in ranges]
+    return result

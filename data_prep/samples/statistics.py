@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specforge_dspine.utils.invalid_row import InvalidRow
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-EXAMPLES = 5
-"""Places that a warning names."""
+EXAMPLES = 5  # places that a warning names
 BINS = 12
-FEW_ANCHORS = 8
-"""Fewer make a sample hardly worth its capture."""
+FEW_ANCHORS = 8  # fewer make a sample hardly worth its capture
 
 
 @dataclass(frozen=True)
@@ -76,22 +71,13 @@ def read_sample(place: str, entry: Any) -> Sample:
 
 @dataclass(frozen=True)
 class TargetVocabulary:
-    """A target's vocabulary of size V, and the ids with a role; no response ends with one of ``marker_ids``."""
+    """A target's vocabulary of size V, and the ids with a role; ``marker_ids`` are written by the template alone."""
 
     size: int
     end_ids: frozenset[int]
     pad_id: int | None
     mask_id: int | None
     marker_ids: frozenset[int]
-
-    @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, size: int, end_ids: frozenset[int], mask_id: int | None
-    ) -> TargetVocabulary:
-        """The special tokens that end no response are markers, which the template writes."""
-        pad = tokenizer.pad_token_id
-        markers = frozenset(tokenizer.all_special_ids) - end_ids
-        return cls(size, end_ids, None if pad in end_ids else pad, mask_id, markers)
 
 
 @dataclass

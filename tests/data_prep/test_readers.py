@@ -22,7 +22,7 @@ import zstandard
 from datasets import Dataset, DatasetDict
 
 from data_prep.readers import files as reading
-from data_prep.readers.chunks import Chunk, Values
+from data_prep.readers.chunks import Chunk, Entries
 from data_prep.readers.files import errors_as_rows, file_chunks
 from data_prep.readers.inputs import open_inputs, rows_of
 from data_prep.readers.json_array import REST_INVALID, EntryReader
@@ -100,7 +100,7 @@ def entries_of(data: bytes, block: int = 1 << 20, *, largest: int = reading.MAX_
             break
     else:
         found += reader.end()
-    rows = (row for _, row in Values("a", found).rows())
+    rows = (row for _, row in Entries("a", found).rows())
     return [(row.reason, row.detail) if isinstance(row, InvalidRow) else row for row in rows]
 
 
@@ -292,7 +292,7 @@ def test_a_packed_file_that_breaks_off_keeps_its_whole_rows(tmp_path: Path, pack
         found.pop()
     assert found == numbered(rows[: len(found)]) and len(found) > 4000
     path.write_bytes(b"not packed at all")
-    assert read(path) == [(1, "the file breaks off")]
+    assert read(path) == [(None, "the file cannot be read")]
 
 
 def test_long_lines_are_read_and_endless_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,7 @@ def test_sampled_answers_differ_and_carry_their_seed(target: Path, url: str, tmp
     [
         (["--server", "http://127.0.0.1:9"], "does not answer"),
         (["--managed", "cpu", "--thinking", "off"], "no such switch"),
-        (["--managed", "cpu", "--max-length", "20"], "--max-length 20 leaves no room"),
+        (["--managed", "cpu", "--max-length", "20"], "--max-length 20: leaves no room"),
         (
             ["--managed", "cpu", "--max-new-tokens", "1"],
             "--max-new-tokens 1: input should be greater than or",
@@ -366,7 +366,7 @@ def test_the_key_covers_every_input(target: Path, tmp_path: Path) -> None:
         ("dtype", "bfloat16"),
         ("max_new_tokens", 9),
         ("temperature", 0.5),
-        ("thinking", False),
+        ("thinking", "off"),
     ):
         assert differing(first, inputs(**{name: value})) == {name}
     tokenizer = AutoTokenizer.from_pretrained(copy)

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config
 
 from data_prep import tokenize
-from data_prep.samples.builder import SampleBuilder, SampleSettings
+from data_prep.samples.builder import SampleBuilder, SampleSettings, Target
 from data_prep.samples.rendering import render_response
 from specforge_dspine.utils.chat_template import SHORT, prompt_ids
 from specforge_dspine.utils.files import to_line
@@ -57,9 +57,10 @@ def loaded(target: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(target)
 
 
-def builder(target: Path, mask: int = MASK, **changed: Any) -> SampleBuilder:
-    given = {"max_length": 512, "use_dataset_responses": True, "vocab_size": 151936, "mask_token_id": mask} | changed
-    return SampleBuilder(SampleSettings(target, model_fingerprint(target)[:SHORT], **given), loaded(target))
+def builder(target: Path, mask: int = MASK, vocab_size: int = 151936, **changed: Any) -> SampleBuilder:
+    given = {"max_length": 512, "use_dataset_responses": True, "mask_token_id": mask} | changed
+    known = Target(target, model_fingerprint(target)[:SHORT], vocab_size)
+    return SampleBuilder(SampleSettings(**given), known, loaded(target))
 
 
 def built(target: Path, messages: list[dict[str, Any]], **changed: Any) -> list[Any]:
@@ -79,7 +80,7 @@ def test_thinking_off_teaches_the_answer_and_its_end_alone(qwen: Path) -> None:
     # SpecForge#296, NeMo#3738: the template's own <think></think> was trained on.
     tokenizer = loaded(qwen)
     plain = [{key: value for key, value in part.items() if key != "reasoning_content"} for part in CHAT]
-    first, second = built(qwen, plain, thinking=False)
+    first, second = built(qwen, plain, thinking="off")
     assert supervised(first, tokenizer) == "It is 4.<|im_end|>" and supervised(second, tokenizer) == "think<|im_end|>"
     assert prompt(first) == prompt_ids(tokenizer, plain[:1], enable_thinking=False)
     assert prompt(second) == prompt_ids(tokenizer, plain[:3], enable_thinking=False)
@@ -89,14 +90,14 @@ def test_thinking_off_teaches_the_answer_and_its_end_alone(qwen: Path) -> None:
 
 def test_thinking_on_teaches_the_reasoning_with_its_markers(qwen: Path) -> None:
     tokenizer = loaded(qwen)
-    first, second = built(qwen, CHAT, thinking=True)
+    first, second = built(qwen, CHAT, thinking="on")
     assert supervised(first, tokenizer) == "<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>"
     assert prompt(first) == prompt_ids(tokenizer, CHAT[:1], enable_thinking=True)
     # The answer without reasoning: what the template inserts is given, not taught.
     assert supervised(second, tokenizer) == "think<|im_end|>"
     assert tokenizer.decode(prompt(second)).endswith(f"assistant\n{EMPTY_REASONING}")
     assert "Two and two" not in tokenizer.decode(second["input_ids"])
-    (invalid, _) = built(qwen, CHAT, thinking=False)
+    (invalid, _) = built(qwen, CHAT, thinking="off")
     assert isinstance(invalid, InvalidRow) and invalid.reason == "reasoning in a response without thinking"
 
 
@@ -114,7 +115,7 @@ def test_smollm2_is_taught_up_to_the_end_token(smollm2: Path) -> None:
 def test_a_cut_answer_is_not_taught_to_end(qwen: Path) -> None:
     tokenizer = loaded(qwen)
     entry = {"messages": [*CHAT[:1], {"role": "assistant", "content": "It is"}], "finish_reason": "length"}
-    (sample,) = builder(qwen, thinking=False).samples("test", entry)
+    (sample,) = builder(qwen, thinking="off").samples("test", entry)
     assert supervised(sample, tokenizer) == "It is" and sample["finish"] == "length"
 
 
@@ -135,7 +136,7 @@ def test_templates_that_hide_the_answer_are_refused(template: str, reason: str) 
 
 
 def test_an_end_inside_of_an_answer_is_refused(qwen: Path) -> None:
-    (invalid,) = built(qwen, [*CHAT[:1], {"role": "assistant", "content": "It is<|im_end|> 4."}], thinking=False)
+    (invalid,) = built(qwen, [*CHAT[:1], {"role": "assistant", "content": "It is<|im_end|> 4."}], thinking="off")
     assert invalid.reason == "an end token inside of the response"
 
 
