@@ -29,8 +29,7 @@ from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
-FORMAT_VERSION = 1
-"""To be raised with any change by which the same samples give another page."""
+FORMAT_VERSION = 1  # raise it with any change that gives another page for the same inputs
 
 
 class InspectOptions(JobOptions):

@@ -34,8 +34,7 @@ from specforge_dspine.utils.cli import Command, option, run_command
 from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger, read_kept_keys
 
-FORMAT_VERSION = 1
-"""To be raised with any change by which the same inputs give other prompts; older outputs are then refused."""
+FORMAT_VERSION = 1  # raise it with any change that gives other prompts for the same inputs
 TRAIN, HELDOUT = 0, 1  # numbers of the two outputs
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -45,8 +45,7 @@ from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
-FORMAT_VERSION = 1
-"""To be raised with any change by which the same prompts get other responses; older outputs are then refused."""
+FORMAT_VERSION = 1  # raise it with any change that gives other responses for the same inputs
 CPU_CACHE_TOKENS = 32768  # KV cache of a CPU server; when it is full, further requests wait
 SECONDS_PER_TOKEN = 10.0  # after this long for each new token, a request counts as lost
 
@@ -56,17 +55,12 @@ class RegenerateOptions(GenerationSettings, JobOptions):
 
     target: Path = option("directory of the target", metavar="DIR")
     server: tuple[str, ...] = option("running SGLang servers of the target", default=(), metavar="URL")
-    managed: str | None = option("start one, on the CPU or on these GPUs", default=None, metavar="cpu|0|0,1")
+    managed: str | None = option(
+        "start one, on the CPU or on these GPUs", default=None, metavar="cpu|0|0,1", pattern=r"^(cpu|\d+(,\d+)*)$"
+    )
     served_as: str | None = option("the target's path there, if it is another one", default=None, metavar="NAME")
     in_flight: int = option("requests at a time", default=64, ge=1, metavar="N")
     patience: float = option("seconds to wait for lost servers", default=300.0, ge=0, metavar="S")
-
-    @field_validator("managed")
-    @classmethod
-    def _names_devices(cls, value: str | None) -> str | None:
-        if value not in (None, "cpu") and not all(word.isdecimal() for word in value.split(",")):
-            raise ValueError("cpu, or ids of GPUs as in 0,1")
-        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> RegenerateOptions:
@@ -89,15 +83,14 @@ class Conversations:
     """
 
     def __init__(self, inputs: Inputs, ledger: Ledger, limit: int | None) -> None:
-        self._inputs = inputs
+        self._rows = islice(rows_of(inputs), limit)
         self._ledger = ledger
-        self._limit = limit
         self._names = SeenKeys()
         self.rows_in = 0
 
     def unanswered(self, bar: tqdm[Any]) -> Iterator[Conversation]:
         """Conversations with turns that have no response yet; the others count as done in ``bar``."""
-        for number, (source, line, entry) in enumerate(islice(rows_of(self._inputs), self._limit)):
+        for number, (source, line, entry) in enumerate(self._rows):
             records, dropped = earlier_records(self._ledger, number)
             try:
                 with errors_as_invalid_row():
@@ -117,8 +110,8 @@ class Conversations:
         self, number: int, source: str, line: int | None, entry: Any, records: list[dict[str, Any]]
     ) -> Conversation:
         messages = read_messages(entry)
-        if len(user_turns(messages)) > MAX_TURNS:
-            raise InvalidRow("too many turns", f"{len(user_turns(messages))} > {MAX_TURNS}")
+        if (turns := len(user_turns(messages))) > MAX_TURNS:
+            raise InvalidRow("too many turns", f"{turns} > {MAX_TURNS}")
         name = row_name(source, entry, messages)
         (known,) = self._names.known([key := hash_64(name)])
         if known and name == entry.get("id"):
@@ -126,8 +119,7 @@ class Conversations:
         if known:
             raise InvalidRow("duplicate", "the same conversation came before, and neither has an id")
         self._names.add(key)
-        origin = entry.get("source")
-        origin = origin if isinstance(origin, str) else source
+        origin = entry["source"] if isinstance(entry.get("source"), str) else source
         return Conversation(number, name, origin, source, line, messages, records)
 
 

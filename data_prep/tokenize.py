@@ -31,8 +31,7 @@ from specforge_dspine.utils.cli import Command, option, run_command
 from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.ledger import Ledger
 
-FORMAT_VERSION = 1
-"""To be raised with any change by which the same inputs give other samples; older outputs are then refused."""
+FORMAT_VERSION = 1  # raise it with any change that gives other samples for the same inputs
 
 
 class TokenizeOptions(SampleSettings, JobOptions):

@@ -16,12 +16,12 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import orjson
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.generation.server_pool import RequestFailed
+from data_prep.generation.server_pool import RequestFailed, ServerPool
 from data_prep.pipeline.rows import errors_as_invalid_row, hash_64
 from specforge_dspine.streaming.client import Completion, RequestRefused
 from specforge_dspine.utils.chat_template import THINKING, Message, prompt_ids, response_text, unfinished_reasoning
@@ -33,12 +33,6 @@ from specforge_dspine.utils.ledger import Ledger
 MIN_OUTPUT_TOKENS = 2  # an anchor needs a supervised token behind it, so shorter responses train nothing
 MAX_TURNS = 1 << 12  # of one conversation: places in the ledger are row · MAX_TURNS + turn
 SEEDS = 1 << 31
-
-
-class CompletionServer(Protocol):
-    """A served target, as ``ServerPool``."""
-
-    def generate(self, prompt: list[int], **options: Any) -> Completion: ...
 
 
 class GenerationSettings(Options):
@@ -101,7 +95,7 @@ class ResponseGenerator:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings, target: str, servers: CompletionServer
+        self, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings, target: str, servers: ServerPool
     ) -> None:
         self._tokenizer = tokenizer
         self._settings = settings

@@ -164,22 +164,18 @@ class ServerPool:
                         f"no server has answered for {self._patience_s:.0f} s ({problems}). Start one again; the "
                         "same command continues"
                     )
-            if ready and self._works_again(server):
-                return server
+            if ready:
+                try:
+                    check_server(server.url, self._required)
+                except ConnectionError as error:
+                    self._note_failure(server, error)
+                    with self._lock:
+                        server.busy -= 1
+                else:
+                    with self._lock:
+                        server.failures, server.rests_until, self._lost_since = 0, 0.0, None
+                    return server
             time.sleep(0.1)
-
-    def _works_again(self, server: _Server) -> bool:
-        try:
-            check_server(server.url, self._required)
-        except ConnectionError as error:
-            self._note_failure(server, error)
-            with self._lock:
-                server.busy -= 1
-            return False
-        with self._lock:
-            server.failures, server.rests_until = 0, 0.0
-            self._lost_since = None
-        return True
 
     def _note_failure(self, server: _Server, error: Exception) -> None:
         with self._lock:

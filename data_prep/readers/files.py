@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import gzip
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -95,48 +96,32 @@ def _table_chunks(path: Path, source: str) -> Iterator[Chunk]:
 
 
 def _text_chunks(path: Path, source: str) -> Iterator[Chunk]:
-    blocks = Blocks(path)
-    if blocks.first.startswith(UTF16_MARKS):
+    errors: list[Exception] = []
+    blocks = _until_error(filter(None, _unpacked(path)), errors)
+    first = next(blocks, b"")
+    if errors and not first:
+        raise errors[0]
+    if first.startswith(UTF16_MARKS):
         yield unreadable_file(source, ValueError("it is UTF-16; save it as UTF-8"))
-    elif _holds_lines(blocks.first, path):
-        yield from _line_chunks(blocks, source)
+        return
+    start = len(UTF8_MARK) if first.startswith(UTF8_MARK) else 0
+    blocks = chain([first[start:]], blocks)
+    if _holds_lines(first[start:], path):
+        line = yield from _line_chunks(blocks, source)
     else:
-        yield from _array_chunks(blocks, source)
+        line = yield from _array_chunks(blocks, source, start, errors)
+    if errors:
+        yield _broken_off(source, line, errors[0])
 
 
-class Blocks:
-    """A text file's bytes, unpacked, without a UTF-8 mark.
-
-    Attributes:
-        first: the first block.
-        offset: where it begins, behind the mark.
-        error: why the file ended too early.
-
-    Raises:
-        Exception: there is nothing to read at all.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.error: Exception | None = None
-        self._raw = filter(None, _unpacked(path))
-        block = self._next()
-        if self.error is not None and not block:
-            raise self.error
-        self.first = block.removeprefix(UTF8_MARK)
-        self.offset = len(block) - len(self.first)
-
-    def __iter__(self) -> Iterator[bytes]:
-        block = self.first
-        while block:
-            yield block
-            block = self._next()
-
-    def _next(self) -> bytes:
-        try:
-            return next(self._raw, b"")
-        except Exception as error:
-            self.error = error
-            return b""
+def _until_error(blocks: Iterator[bytes], errors: list[Exception]) -> Iterator[bytes]:
+    """The blocks up to an error, which goes to ``errors``."""
+    try:
+        yield from blocks
+    except MemoryError:
+        raise
+    except Exception as error:
+        errors.append(error)
 
 
 def _unpacked(path: Path) -> Iterator[bytes]:
@@ -190,9 +175,9 @@ def _holds_lines(head: bytes, path: Path) -> bool:
     return bool(kinds) and (kinds[0] is dict or (kinds[0] is list and len(kinds) > 1))
 
 
-def _line_chunks(blocks: Blocks, source: str) -> Iterator[Chunk]:
-    """Chunks of a file with an entry per line."""
-    line, pending, skipping = 1, bytearray(), False
+def _line_chunks(blocks: Iterator[bytes], source: str) -> Generator[Chunk, None, int]:
+    """Chunks of a file with an entry per line; returns the line behind them."""
+    line, pending, skipping = 1, b"", False
     for block in blocks:
         if skipping:
             end = block.find(b"\n")
@@ -201,32 +186,31 @@ def _line_chunks(blocks: Blocks, source: str) -> Iterator[Chunk]:
             block, skipping, line = block[end + 1 :], False, line + 1
         cut = block.rfind(b"\n") + 1
         if cut:
-            pending += block[:cut]
-            yield Lines(source, line, bytes(pending))
-            line += pending.count(b"\n")
-            pending = bytearray(block[cut:])
+            yield Lines(source, line, pending + block[:cut])
+            line += block.count(b"\n")
+            pending = block[cut:]
         else:
             pending += block
         if len(pending) > MAX_ENTRY:
             detail = "a quotation mark, bracket or line break is missing; look at this line"
             yield _invalid(source, line, f"longer than {MAX_ENTRY >> 20} MiB", detail)
-            pending, skipping = bytearray(), True
+            pending, skipping = b"", True
     if pending:
-        yield Lines(source, line, bytes(pending))
+        yield Lines(source, line, pending)
         line += 1
-    if blocks.error:
-        yield _broken_off(source, line, blocks.error)
+    return line
 
 
-def _array_chunks(blocks: Blocks, source: str) -> Iterator[Chunk]:
-    """Chunks of a file that is a JSON array, or one JSON value after another."""
-    reader = EntryReader(MAX_ENTRY, blocks.offset)
+def _array_chunks(
+    blocks: Iterator[bytes], source: str, offset: int, errors: list[Exception]
+) -> Generator[Chunk, None, int]:
+    """The same of a file that is a JSON array, or one JSON value after another."""
+    reader = EntryReader(MAX_ENTRY, offset)
     for block in blocks:
         if entries := reader.feed(block):
             yield Entries(source, entries)
         if reader.has_failed:
-            return
-    if blocks.error:
-        yield _broken_off(source, reader.line, blocks.error)
-    elif entries := reader.end():
+            return reader.line
+    if not errors and (entries := reader.end()):
         yield Entries(source, entries)
+    return reader.line
