@@ -13,6 +13,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,16 @@ from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.files import atomic_write, to_line, write_json
 
-COMMON_WORDS = """
-the of to and a in is it you that he was for on are with as his they be at one have this from or had by hot but some
-what there we can out other were all your when up use word how said an each she which do their time if will way about
-many then them would write like so these her long make thing see him two has look more day could go
-"""
-SENTENCES = 4000
+SENTENCES, WORDS = 4000, 100
 
 
 def chats(megabytes: float, seed: int = 0) -> Iterator[bytes]:
     """ShareGPT rows of about two kilobytes, ``megabytes`` of them, every one different."""
-    draw, words = random.Random(seed), COMMON_WORDS.split()
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 6))) for _ in range(WORDS)]
     sentences = [" ".join(draw.choices(words, k=draw.randint(6, 16))) for _ in range(SENTENCES)]
-    size, number = 0.0, 0
-    while size < megabytes * 1e6:
+    size = 0
+    for number in count():
         turns = []
         for turn in range(draw.choice((2, 2, 4, 6))):
             text = ". ".join(draw.choices(sentences, k=draw.randint(2, 6) if turn % 2 == 0 else draw.randint(4, 16)))
@@ -45,7 +42,9 @@ def chats(megabytes: float, seed: int = 0) -> Iterator[bytes]:
             turns.append({"from": role, "value": text if turn else f"Question {number}: {text}"})
         row = to_line({"id": f"chat_{number}", "conversations": turns})
         yield row
-        size, number = size + len(row), number + 1
+        size += len(row)
+        if size >= megabytes * 1e6:
+            return
 
 
 def write_chats(path: Path, megabytes: float) -> int:
@@ -107,13 +106,9 @@ def bench(options: BenchOptions) -> str:
     figures = measure(options.megabytes)
     if options.output is not None:
         write_json(options.output, figures)
-    texts = {
-        name: f"{value:>8.0f}"
-        if not isinstance(value, dict)
-        else f"{value['rows_per_second']:>8} rows/s {value['seconds']:>8.1f} s"
-        for name, value in figures.items()
-    }
-    return "\n".join(f"{name:<40} {text}" for name, text in texts.items())
+    ways = {name: value for name, value in figures.items() if isinstance(value, dict)}
+    lines = [f"{name:<40} {way['rows_per_second']:>8} rows/s {way['seconds']:>8.1f} s" for name, way in ways.items()]
+    return "\n".join([f"{figures['rows']} rows, {figures['megabytes']:.0f} MB, {figures['cores']} cores", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

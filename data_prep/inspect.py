@@ -20,7 +20,7 @@ from tqdm import tqdm
 from data_prep.pipeline.command import JobOptions, load_target, open_ledger, run_job
 from data_prep.pipeline.rows import errors_as_invalid_row
 from data_prep.readers.inputs import open_inputs, rows_of
-from data_prep.samples.page import RenderedSample, html_page, terminal_text
+from data_prep.samples.page import Line, html_page, sample_lines, statistics_lines, terminal_text
 from data_prep.samples.statistics import SampleStatistics, TargetVocabulary, read_sample
 from specforge_dspine.utils.chat_template import SHORT, end_ids, tokenizer_identity
 from specforge_dspine.utils.cli import Command, option, run_command
@@ -63,11 +63,12 @@ def inspect(options: InspectOptions) -> str:
         "mask_token_id": options.mask_token_id,
         "target": fingerprint,
         **tokenizer_identity(options.target, tokenizer),
+        "format_version": FORMAT_VERSION,
     }
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
         statistics = SampleStatistics(vocabulary, fingerprint)
-        shown: list[RenderedSample] = []
+        lines: list[Line] = []
         dropped = 0
         rows = islice(rows_of(inputs), options.limit)
         for source, line, entry in tqdm(rows, desc="samples", unit=" rows", disable=None):
@@ -75,18 +76,19 @@ def inspect(options: InspectOptions) -> str:
                 with errors_as_invalid_row():
                     sample = read_sample(f"{source}, line {line}", entry)
                     if statistics.samples < options.show:
-                        shown.append(RenderedSample.of(sample, tokenizer, config.vocab_size))
+                        lines += sample_lines(sample, tokenizer, config.vocab_size)
                     statistics.add(sample)
             except InvalidRow as error:
                 ledger.drop(source, line, error.reason, error.detail)
                 dropped += 1
         if not statistics.samples:
             raise ValueError(f"not one sample in {dropped} rows: {ledger.reasons()}")
-        print(terminal_text(statistics, shown, color=options.color or sys.stdout.isatty()))
-        ledger.keep(html_page(statistics, shown, title=" ".join(map(printable, options.input))).encode())
+        lines += statistics_lines(statistics)
+        print(terminal_text(lines, color=options.color or sys.stdout.isatty()))
+        ledger.keep(html_page(lines, title=" ".join(map(printable, options.input))).encode())
         return {"rows_in": statistics.samples + dropped, "rows_kept": statistics.samples, **statistics.summary()}
 
-    ledger = open_ledger("inspect", options, inputs, depends, format_version=FORMAT_VERSION)
+    ledger = open_ledger("inspect", options, inputs, depends)
     ledger.overwrite |= ledger.is_own()  # to look again is what the command is for
     return run_job(ledger, work, inputs.ignored)
 

@@ -141,16 +141,14 @@ def select_prompts(options: PromptOptions) -> str:
     rules = Rules(**options.model_dump(include=set(Rules.model_fields)))
     if options.heldout is None:
         rules = rules.model_copy(update={"heldout_share": 0.0})
-    depends = {"heldout_limit": options.heldout_limit, "interleave": options.interleave, "decontaminate": sets}
-    ledger = open_ledger(
-        "prompts",
-        options,
-        inputs,
-        depends | rules.model_dump(),
-        format_version=FORMAT_VERSION,
-        more_outputs=[options.heldout] if options.heldout else [],
-        reads=options.decontaminate,
-    )
+    depends = {
+        **rules.model_dump(),
+        **options.model_dump(include={"heldout_limit", "interleave"}),
+        "decontaminate": sets,
+        "format_version": FORMAT_VERSION,
+    }
+    heldout = [options.heldout] if options.heldout else []
+    ledger = open_ledger("prompts", options, inputs, depends, more_outputs=heldout, reads=options.decontaminate)
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
         selector = PromptSelector(ledger, rules.near, [options.limit, options.heldout_limit][: len(ledger.outputs)])

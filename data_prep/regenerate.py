@@ -15,34 +15,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import model_validator
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from data_prep.cleaning.conversations import read_messages, user_turns
-from data_prep.cleaning.exact_dedup import SeenKeys
-from data_prep.generation.responses import (
-    MAX_TURNS,
-    Conversation,
-    GenerationSettings,
-    ResponseGenerator,
-    earlier_records,
-    generate_all,
-)
+from data_prep.generation.responses import Conversations, GenerationSettings, ResponseGenerator, generate_all
 from data_prep.generation.server_pool import Requirements, ServerPool, check_server
 from data_prep.pipeline.command import JobOptions, load_target, open_ledger, run_job
-from data_prep.pipeline.rows import errors_as_invalid_row, hash_64, row_name
-from data_prep.readers.inputs import Inputs, open_inputs, rows_of
+from data_prep.readers.inputs import open_inputs
 from specforge_dspine.streaming.server import ManagedServer
 from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
 from specforge_dspine.utils.cli import Command, option, parse_ids, run_command
 from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
 FORMAT_VERSION = 1  # raise it with any change that gives other responses for the same inputs
@@ -75,60 +63,11 @@ class RegenerateOptions(GenerationSettings, JobOptions):
         return self
 
 
-class Conversations:
-    """The conversations of ``inputs``, told apart by id; rows that are none are dropped on the way.
-
-    Attributes:
-        rows_in: responses wanted so far, and rows that are no conversation.
-    """
-
-    def __init__(self, inputs: Inputs, ledger: Ledger, limit: int | None) -> None:
-        self._rows = islice(rows_of(inputs), limit)
-        self._ledger = ledger
-        self._names = SeenKeys()
-        self.rows_in = 0
-
-    def unanswered(self, bar: tqdm[Any]) -> Iterator[Conversation]:
-        """Conversations with turns that have no response yet; the others count as done in ``bar``."""
-        for number, (source, line, entry) in enumerate(self._rows):
-            records, dropped = earlier_records(self._ledger, number)
-            try:
-                with errors_as_invalid_row():
-                    conversation = self._read(number, source, line, entry, records)
-            except InvalidRow as error:
-                self.rows_in += 1
-                if not dropped:
-                    self._ledger.drop(source, line, error.reason, error.detail, place=number * MAX_TURNS)
-                continue
-            turns = len(conversation.user_places)
-            self.rows_in += turns
-            bar.update(len(records) + dropped)
-            if len(records) + dropped < turns:
-                yield conversation
-
-    def _read(
-        self, number: int, source: str, line: int | None, entry: Any, records: list[dict[str, Any]]
-    ) -> Conversation:
-        messages = read_messages(entry)
-        if (turns := len(user_turns(messages))) > MAX_TURNS:
-            raise InvalidRow("too many turns", f"{turns} > {MAX_TURNS}")
-        name = row_name(source, entry, messages)
-        (known,) = self._names.known([key := hash_64(name)])
-        if known and name == entry.get("id"):
-            raise InvalidRow("duplicate id", f"{name}: ids must differ; data_prep.prompts writes unique ids")
-        if known:
-            raise InvalidRow("duplicate", "the same conversation came before, and neither has an id")
-        self._names.add(key)
-        origin = entry["source"] if isinstance(entry.get("source"), str) else source
-        return Conversation(number, name, origin, source, line, messages, records)
-
-
 def regenerate(options: RegenerateOptions) -> str:
     """Do what the command line says; returns a sentence about the result.
 
     Raises:
-        ValueError: bad inputs, files that belong to another job, or a server that serves something else.
-        ConnectionError: no server there.
+        ValueError, ConnectionError: bad inputs, an output of another job, no server or another target's.
         RunError: all servers are lost on the way.
     """
     config, tokenizer = load_target(options.target)
@@ -147,7 +86,6 @@ def regenerate(options: RegenerateOptions) -> str:
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
         conversations = Conversations(inputs, ledger, options.limit)
-        facts = {"generated_tokens": 0, "cut_by_the_limit": 0}
         with tqdm(desc="responses", unit=" turns", disable=None) as bar:
             unanswered = conversations.unanswered(bar)
             first = next(unanswered, None)  # without anything to do no server is needed
@@ -159,21 +97,21 @@ def regenerate(options: RegenerateOptions) -> str:
                         tokens += len(turn.record["output_ids"]) if turn.record else 0
                         bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s", refresh=False)
                         bar.update()
-        for (line,) in ledger.db.execute("SELECT line FROM kept"):
-            record = orjson.loads(line)
-            facts["generated_tokens"] += len(record["output_ids"])
-            facts["cut_by_the_limit"] += record["finish"] == "length"
-        if not ledger.counts()[0]:
+        tokens = cut = 0
+        for record in ledger.kept():
+            tokens += len(record["output_ids"])
+            cut += record["finish"] == "length"
+        if not tokens:
             raise ValueError(f"not one response to {conversations.rows_in} turns: {ledger.reasons()}")
-        return {"rows_in": conversations.rows_in, **facts}
+        return {"rows_in": conversations.rows_in, "generated_tokens": tokens, "cut_by_the_limit": cut}
 
-    ledger = open_ledger("regenerate", options, inputs, depends, format_version=FORMAT_VERSION)
-    return run_job(ledger, work, inputs.ignored)
+    return run_job(open_ledger("regenerate", options, inputs, depends), work, inputs.ignored)
 
 
 def job_inputs(target: Path, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings) -> dict[str, Any]:
     """Everything beside the prompts that the responses depend on, as JSON values."""
-    return {"target": model_fingerprint(target), **tokenizer_identity(target, tokenizer), **settings.model_dump()}
+    identity = {"target": model_fingerprint(target), **tokenizer_identity(target, tokenizer)}
+    return {**identity, **settings.model_dump(), "format_version": FORMAT_VERSION}
 
 
 def _dtype(options: RegenerateOptions, config: PretrainedConfig, required: Requirements) -> str:

@@ -72,6 +72,7 @@ def tokenize(options: TokenizeOptions) -> str:
         "fingerprint": target.fingerprint,
         "vocab_size": target.vocab_size,
         **tokenizer_identity(target.path, tokenizer),
+        "format_version": FORMAT_VERSION,
     }
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
@@ -95,8 +96,7 @@ def tokenize(options: TokenizeOptions) -> str:
             raise ValueError(f"not one sample in {rows.rows_in} rows: {ledger.reasons()}")
         return {"rows_in": rows.rows_in, "cut_by_max_length": cut}
 
-    ledger = open_ledger("tokenize", options, inputs, depends, format_version=FORMAT_VERSION)
-    return run_job(ledger, work, inputs.ignored)
+    return run_job(open_ledger("tokenize", options, inputs, depends), work, inputs.ignored)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

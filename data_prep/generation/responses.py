@@ -19,10 +19,14 @@ from itertools import islice
 from typing import Any, Literal
 
 import orjson
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from data_prep.cleaning.conversations import read_messages, user_turns
+from data_prep.cleaning.exact_dedup import SeenKeys
 from data_prep.generation.server_pool import RequestFailed, ServerPool
-from data_prep.pipeline.rows import errors_as_invalid_row, hash_64
+from data_prep.pipeline.rows import errors_as_invalid_row, hash_64, row_name
+from data_prep.readers.inputs import Inputs, rows_of
 from specforge_dspine.streaming.client import Completion, RequestRefused
 from specforge_dspine.utils.chat_template import THINKING, Message, prompt_ids, response_text, unfinished_reasoning
 from specforge_dspine.utils.cli import Options, option
@@ -64,6 +68,62 @@ class Conversation:
     def user_places(self) -> list[int]:
         """Indices of the user turns."""
         return [at for at, message in enumerate(self.messages) if message["role"] == "user"]
+
+
+class Conversations:
+    """The conversations of ``inputs``, told apart by id; rows that are none are dropped on the way.
+
+    Attributes:
+        rows_in: responses wanted so far, and rows that are no conversation.
+    """
+
+    def __init__(self, inputs: Inputs, ledger: Ledger, limit: int | None) -> None:
+        self._rows = islice(rows_of(inputs), limit)
+        self._ledger = ledger
+        self._names = SeenKeys()
+        self.rows_in = 0
+
+    def unanswered(self, bar: tqdm[Any]) -> Iterator[Conversation]:
+        """Conversations with turns that have no response yet; the others count as done in ``bar``."""
+        for number, (source, line, entry) in enumerate(self._rows):
+            records, dropped = self._earlier(number)
+            try:
+                with errors_as_invalid_row():
+                    conversation = self._read(number, source, line, entry, records)
+            except InvalidRow as error:
+                self.rows_in += 1
+                if not dropped:
+                    self._ledger.drop(source, line, error.reason, error.detail, place=number * MAX_TURNS)
+                continue
+            turns = len(conversation.user_places)
+            self.rows_in += turns
+            bar.update(len(records) + dropped)
+            if len(records) + dropped < turns:
+                yield conversation
+
+    def _read(
+        self, number: int, source: str, line: int | None, entry: Any, records: list[dict[str, Any]]
+    ) -> Conversation:
+        messages = read_messages(entry)
+        if (turns := len(user_turns(messages))) > MAX_TURNS:
+            raise InvalidRow("too many turns", f"{turns} > {MAX_TURNS}")
+        name = row_name(source, entry, messages)
+        (known,) = self._names.known([key := hash_64(name)])
+        if known and name == entry.get("id"):
+            raise InvalidRow("duplicate id", f"{name}: ids must differ; data_prep.prompts writes unique ids")
+        if known:
+            raise InvalidRow("duplicate", "the same conversation came before, and neither has an id")
+        self._names.add(key)
+        origin = entry["source"] if isinstance(entry.get("source"), str) else source
+        return Conversation(number, name, origin, source, line, messages, records)
+
+    def _earlier(self, number: int) -> tuple[list[dict[str, Any]], int]:
+        """The records that row ``number`` has already, in order, and how many of its turns were dropped."""
+        where, db = "WHERE place >= ? AND place < ?", self._ledger.db
+        span = (number * MAX_TURNS, (number + 1) * MAX_TURNS)
+        lines = db.execute(f"SELECT line FROM kept {where} ORDER BY place", span).fetchall()
+        (dropped,) = db.execute(f"SELECT COUNT(*) FROM dropped {where}", span).fetchone()
+        return [orjson.loads(line) for (line,) in lines], dropped
 
 
 @dataclass(frozen=True)
@@ -231,11 +291,3 @@ def generate_all(
     finally:
         for _ in threads:
             tasks.put(None)
-
-
-def earlier_records(ledger: Ledger, number: int) -> tuple[list[dict[str, Any]], int]:
-    """The records that row ``number`` has already, in order, and how many of its turns were dropped."""
-    span = (number * MAX_TURNS, (number + 1) * MAX_TURNS)
-    lines = ledger.db.execute("SELECT line FROM kept WHERE place >= ? AND place < ? ORDER BY place", span).fetchall()
-    (dropped,) = ledger.db.execute("SELECT COUNT(*) FROM dropped WHERE place >= ? AND place < ?", span).fetchone()
-    return [orjson.loads(line) for (line,) in lines], dropped

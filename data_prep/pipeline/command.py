@@ -32,11 +32,7 @@ class JobOptions(Options):
 
 
 def load_target(path: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """The text config and the tokenizer of the target in the folder ``path``.
-
-    Raises:
-        ValueError: there is no such folder.
-    """
+    """The text config and the tokenizer of the target in the folder ``path``, which must exist."""
     from transformers import AutoConfig, AutoTokenizer
 
     if not path.is_dir():
@@ -50,15 +46,13 @@ def open_ledger(
     inputs: Inputs,
     depends: Mapping[str, Any],
     *,
-    format_version: int,
-    more_outputs: Sequence[Path] = (),
     reads: Sequence[str] = (),
+    more_outputs: Sequence[Path] = (),
 ) -> Ledger:
     """The ledger of a command's ``--output`` and ``more_outputs``.
 
     Args:
-        depends: what decides the output beside the inputs, the limit and the format.
-        format_version: the command's; its author raises it when the same inputs would give other rows.
+        depends: what decides the output beside the inputs and the limit, with the command's ``format_version``.
         reads: names of what is read beside ``--input``.
 
     Raises:
@@ -66,13 +60,12 @@ def open_ledger(
     """
     files = [each.name for each in inputs.found]
     roots = [Path(name) for name in options.input if Path(name).is_dir()]
-    folders = {
-        str(parent) for name in files for parent in Path(name).parents if any(r in parent.parents for r in roots)
-    }
+    parents = {parent for name in files for parent in Path(name).parents}
+    folders = [str(parent) for parent in parents if any(root in parent.parents for root in roots)]
     return Ledger(
         [options.output, *more_outputs],
         command,
-        {"files": inputs.identities, "limit": options.limit, "format_version": format_version, **depends},
+        {"files": inputs.identities, "limit": options.limit, **depends},
         reads=[*(name for name in options.input if Path(name).exists()), *files, *folders, *reads],
         overwrite=options.overwrite,
     )

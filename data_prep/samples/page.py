@@ -1,128 +1,84 @@
-"""Samples and statistics of them as text for a terminal and as an HTML page."""
+"""Samples and their statistics as lines of styled text, for a terminal and for an HTML page."""
 
 from __future__ import annotations
 
+import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
-
-from jinja2 import Environment
+from typing import TYPE_CHECKING
 
 from data_prep.samples.statistics import Sample, SampleStatistics, histogram
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BAR = 40  # characters of the longest bar
+Line = list[tuple[str, str]]
+"""Pieces of text, each with its style."""
+ANSI = {"plain": 0, "dim": 2, "supervised": 32, "warning": 31, "heading": 1}
+"""Styles, and their codes in a terminal."""
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that would color, move or reverse the text of a terminal; tabs and line breaks are left."""
-PLAIN, DIM, GREEN, RED, BOLD = (f"\x1b[{code}m" for code in (0, 2, 32, 31, 1))
-
-PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-    """<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
+BAR = 40  # characters of the longest bar
+PAGE = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>
-body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
-pre { white-space: pre-wrap; background: #f6f6f6; padding: .8em; border-radius: 4px; color: #777 }
-b { font-weight: normal; background: #c9efcf; color: #063 } .warning { color: #a40000 }
+body {{ max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }}
+pre {{ white-space: pre-wrap; font-size: 14px; line-height: 1.5 }} .heading {{ font-weight: bold }}
+.dim {{ color: #777 }} .supervised {{ background: #c9efcf; color: #063 }} .warning {{ color: #a40000 }}
 </style>
-<h1>{{ title }}</h1>
-<p>{{ summary }}</p>
-{% for warning in warnings %}
-<p class="warning">{{ warning }}</p>
-{% else %}
-<p>No warnings.</p>
-{% endfor %}
-{% for name, lines in histograms.items() %}
-<h2>{{ name|capitalize }} of a sample</h2>
-<pre>{{ lines|join("\n") }}</pre>
-{% endfor %}
-<h2>Samples</h2>
-<p>What the target wrote, and a draft is to predict, is <b>green</b>.</p>
-{% for sample, parts in samples %}
-<h3>{{ sample.place }}</h3>
-<p>{{ sample.facts }}</p>
-<pre>{% for text, is_supervised in parts %}
-{%- if is_supervised %}<b>{{ text }}</b>{% else %}{{ text }}{% endif %}
-{%- endfor %}</pre>
-{% endfor %}
+<h1>{title}</h1>
+<p>What the target wrote, and a draft is to predict, is <span class="supervised">green</span>.</p>
+<pre>{body}</pre>
 </html>
 """
-)
 
 
-class RenderedSample(NamedTuple):
-    """A sample and its text in runs of the same mask."""
-
-    sample: Sample
-    parts: list[tuple[str, bool]]
-
-    @classmethod
-    def of(cls, sample: Sample, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> RenderedSample:
-        """An id outside of the vocabulary is shown as a number."""
-        parts = []
-        pairs = zip(sample.input_ids, sample.loss_mask, strict=True)
-        for (mask, is_known), run in groupby(pairs, key=lambda pair: (pair[1], 0 <= pair[0] < vocab_size)):
-            ids = [token for token, _ in run]
-            parts.append((str(tokenizer.decode(ids)) if is_known else "".join(f"<{k}?>" for k in ids), bool(mask)))
-        return cls(sample, parts)
+def sample_lines(sample: Sample, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[Line]:
+    """A sample's text in runs of the same mask; ids outside of the vocabulary are shown as numbers."""
+    text = []
+    pairs = zip(sample.input_ids, sample.loss_mask, strict=True)
+    for (mask, is_known), run in groupby(pairs, key=lambda pair: (pair[1], 0 <= pair[0] < vocab_size)):
+        ids = [token for token, _ in run]
+        part = str(tokenizer.decode(ids)) if is_known else "".join(f"<{token}?>" for token in ids)
+        text.append((part, "supervised" if mask else "dim"))
+    figures = "{} tokens, {} supervised, {} anchors".format(*sample.figures)
+    heading = f"{sample.place}: {figures}, finish {sample.finish}, origin {sample.origin}"
+    return [[(heading, "heading")], text, []]
 
 
-def html_page(statistics: SampleStatistics, samples: Sequence[RenderedSample], title: str) -> str:
-    """The whole page."""
-    return PAGE.render(
-        title=title,
-        summary=_summary(statistics),
-        warnings=_warnings(statistics),
-        histograms=_histograms(statistics),
-        samples=samples,
-    )
-
-
-def terminal_text(statistics: SampleStatistics, samples: Sequence[RenderedSample], *, color: bool) -> str:
-    """The same for a terminal; without ``color`` supervised text stands between ⟦ and ⟧.
-
-    Control characters in what the data say are written as escapes.
-    """
-
-    def paint(text: str, code: str) -> str:
-        text = CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-        return f"{code}{text}{PLAIN}" if color else text
-
-    lines = []
-    for sample, parts in samples:
-        marked = (
-            paint(f"⟦{text}⟧" if is_supervised and not color else text, GREEN if is_supervised else DIM)
-            for text, is_supervised in parts
-        )
-        lines += [paint(f"{sample.place}: {sample.facts}", BOLD), "".join(marked) + "\n"]
-    for name, bars in _histograms(statistics).items():
-        lines += [paint(f"{name} of a sample", BOLD), *bars]
-    lines.append(paint(_summary(statistics), PLAIN))
-    lines += [paint(f"warning: {warning}", RED) for warning in _warnings(statistics)]
-    return "\n".join(lines)
-
-
-def _summary(statistics: SampleStatistics) -> str:
-    totals = (f"{sum(values)} {name}" for name, values in statistics.series().items())
-    counts = {"origin": statistics.origins, "finish": statistics.finishes}
-    parts = (f"{name}: " + ", ".join(f"{k} {each}" for each, k in value.items()) for name, value in counts.items())
-    return f"{statistics.samples} samples, {', '.join(totals)}; {'; '.join(parts)}"
-
-
-def _warnings(statistics: SampleStatistics) -> list[str]:
-    return [
-        f"{statistics.counts[problem]} × {problem} ({'; '.join(places)})"
-        for problem, places in statistics.warnings.items()
-    ]
-
-
-def _histograms(statistics: SampleStatistics) -> dict[str, list[str]]:
-    """A bar for each range of values, by name of the values."""
-    result = {}
-    for name, values in statistics.series().items():
+def statistics_lines(statistics: SampleStatistics) -> Iterator[Line]:
+    """Histograms, totals and warnings."""
+    for name, values in statistics.series.items():
+        yield [(f"{name} of a sample", "heading")]
         ranges = histogram(values)
         most = max(number for _, _, number in ranges)
-        result[name] = [f"{a:>7}–{b:<7} {number:>8} {'█' * -(-BAR * number // most)}" for a, b, number in ranges]
-    return result
+        for low, high, number in ranges:
+            yield [(f"{low:>7}–{high:<7} {number:>8} {'█' * -(-BAR * number // most)}", "plain")]
+    totals = {"samples": statistics.samples, **{name: sum(values) for name, values in statistics.series.items()}}
+    counts = {"": totals, "origin: ": statistics.origins, "finish: ": statistics.finishes}
+    yield [("; ".join(name + _listed(each) for name, each in counts.items()), "plain")]
+    for problem, places in statistics.warnings.items():
+        yield [(f"warning: {statistics.counts[problem]} × {problem} ({'; '.join(places)})", "warning")]
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in counts.items())
+
+
+def terminal_text(lines: Sequence[Line], *, color: bool) -> str:
+    """The lines with control characters as escapes; without ``color`` supervised text stands between ⟦ and ⟧."""
+
+    def paint(text: str, style: str) -> str:
+        text = CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+        if color:
+            return f"\x1b[{ANSI[style]}m{text}\x1b[0m"
+        return f"⟦{text}⟧" if style == "supervised" else text
+
+    return "\n".join("".join(paint(*piece) for piece in line) for line in lines)
+
+
+def html_page(lines: Sequence[Line], title: str) -> str:
+    """The lines as a whole page."""
+    spans = ([f'<span class="{style}">{html.escape(text)}</span>' for text, style in line] for line in lines)
+    return PAGE.format(title=html.escape(title), body="\n".join(map("".join, spans)))

@@ -9,6 +9,7 @@ from typing import Any
 
 from specforge_dspine.utils.invalid_row import InvalidRow
 
+FIGURES = ("tokens", "supervised tokens", "anchors")
 EXAMPLES = 5  # places that a warning names
 BINS = 12
 FEW_ANCHORS = 8  # fewer make a sample hardly worth its capture
@@ -26,20 +27,14 @@ class Sample:
     origin: str | None
 
     @property
-    def supervised(self) -> int:
-        """Tokens with mask 1."""
-        return sum(self.loss_mask)
-
-    @property
     def anchors(self) -> int:
         """Supervised tokens with a supervised one behind them."""
         return sum(a and b for a, b in pairwise(self.loss_mask))
 
     @property
-    def facts(self) -> str:
-        """Its figures, in words."""
-        figures = f"{len(self.input_ids)} tokens, {self.supervised} supervised, {self.anchors} anchors"
-        return f"{figures}, finish {self.finish}, origin {self.origin}"
+    def figures(self) -> tuple[int, int, int]:
+        """Tokens, supervised tokens, anchors."""
+        return len(self.input_ids), sum(self.loss_mask), self.anchors
 
 
 def read_sample(place: str, entry: Any) -> Sample:
@@ -87,9 +82,7 @@ class SampleStatistics:
     vocabulary: TargetVocabulary
     target: str  # its fingerprint
     samples: int = 0
-    lengths: list[int] = field(default_factory=list)
-    supervised: list[int] = field(default_factory=list)
-    anchors: list[int] = field(default_factory=list)
+    series: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in FIGURES})
     origins: Counter[str] = field(default_factory=Counter)
     finishes: Counter[str] = field(default_factory=Counter)
     warnings: dict[str, list[str]] = field(default_factory=dict)
@@ -99,9 +92,8 @@ class SampleStatistics:
         """Count one more sample."""
         problems = self.problems(sample)  # first: if it fails, nothing was counted
         self.samples += 1
-        self.lengths.append(len(sample.input_ids))
-        self.supervised.append(sample.supervised)
-        self.anchors.append(sample.anchors)
+        for values, value in zip(self.series.values(), sample.figures, strict=True):
+            values.append(value)
         self.origins[sample.origin or "unknown"] += 1
         self.finishes[sample.finish or "unknown"] += 1
         for problem in problems:
@@ -136,18 +128,12 @@ class SampleStatistics:
         """The figures as JSON values."""
         return {
             "samples": self.samples,
-            "tokens": sum(self.lengths),
-            "supervised_tokens": sum(self.supervised),
-            "anchors": sum(self.anchors),
+            **{name.replace(" ", "_"): sum(values) for name, values in self.series.items()},
             "origins": dict(self.origins),
             "finishes": dict(self.finishes),
-            "histograms": {name: histogram(values) for name, values in self.series().items()},
-            "warnings": {problem: self.counts[problem] for problem in self.warnings},
+            "histograms": {name: histogram(values) for name, values in self.series.items()},
+            "warnings": dict(self.counts),
         }
-
-    def series(self) -> dict[str, list[int]]:
-        """The values of each histogram, by name."""
-        return {"tokens": self.lengths, "supervised tokens": self.supervised, "anchors": self.anchors}
 
 
 def histogram(values: list[int]) -> list[tuple[int, int, int]]:

@@ -107,7 +107,7 @@ def test_the_command_shows_prints_and_writes(tmp_path: Path, capsys: pytest.Capt
     succeed(inspect.main, [*command, "--color", "--show", "2"])
     assert "\x1b[32mw10 w11" in capsys.readouterr().out, "looking again is no error"
     page = out.read_text()
-    assert "<b>w10 w11" in page and "&lt;dataset&gt;" in page and "<dataset>" not in page
+    assert '<span class="supervised">w10 w11' in page and "&lt;dataset&gt;" in page and "<dataset>" not in page
     summary = json.loads(Path(f"{out}.summary.json").read_text())
     assert (summary["rows_in"], summary["rows_kept"], summary["anchors"]) == (3, 2, 20)
     assert summary["rows_dropped"] == {"not a JSON object": 1}

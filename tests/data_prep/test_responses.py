@@ -15,10 +15,15 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.generation import server_pool as servers_module
-from data_prep.generation.responses import Conversation, GenerationSettings, ResponseGenerator, TurnResult
+from data_prep.generation.responses import (
+    Conversation,
+    Conversations,
+    GenerationSettings,
+    ResponseGenerator,
+    TurnResult,
+)
 from data_prep.generation.server_pool import ATTEMPTS, RequestFailed, Requirements, ServerPool, ServersLostError
 from data_prep.readers.inputs import open_inputs
-from data_prep.regenerate import Conversations
 from specforge_dspine.streaming.client import Completion
 from specforge_dspine.utils.ledger import Ledger
 from tests.support.chat_targets import SMOLLM2, smollm2_tokenizer
