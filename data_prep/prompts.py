@@ -27,7 +27,7 @@ from data_prep.cleaning.exact_dedup import SeenKeys
 from data_prep.cleaning.filters import Candidate, Rules, prepare_screening
 from data_prep.pipeline.command import JobOptions, open_ledger, run_job
 from data_prep.pipeline.row_stream import RowStream
-from data_prep.pipeline.rows import DroppedRow, errors_as_invalid_row
+from data_prep.pipeline.rows import errors_as_invalid_row
 from data_prep.pipeline.worker_pool import WorkerPool, cores
 from data_prep.readers.inputs import open_inputs, rows_of
 from specforge_dspine.utils.cli import Command, option, run_command
@@ -81,33 +81,34 @@ class PromptSelector:
         pairs = zip(self._taken, self._limits, strict=True)
         return self._limits[TRAIN] is not None and all(limit is None or taken >= limit for taken, limit in pairs)
 
-    def take(self, source: str, results: Sequence[Candidate | DroppedRow]) -> int:
+    def take(self, source: str, rows: Sequence[tuple[int | None, Candidate | InvalidRow]]) -> int:
         """Keep or drop rows until the outputs are full; returns how many were left untouched."""
-        known = self._seen.known([result.key if isinstance(result, Candidate) else 0 for result in results])
-        for at, (result, was_known) in enumerate(zip(results, known, strict=True)):
+        known = self._seen.known([row.key if isinstance(row, Candidate) else 0 for _, row in rows])
+        for at, ((line, row), was_known) in enumerate(zip(rows, known, strict=True)):
             if self.is_full:
-                return len(results) - at
-            if isinstance(result, Candidate):
-                self._take(source, result, was_known)
-            else:
-                self._ledger.drop(source, result.line, result.reason, result.detail)
+                return len(rows) - at
+            try:
+                if isinstance(row, InvalidRow):
+                    raise row
+                self._take(f"{source}, line {line}", row, was_known)
+            except InvalidRow as error:
+                self._ledger.drop(source, line, error.reason, error.detail)
         return 0
 
-    def _take(self, source: str, row: Candidate, was_known: bool) -> None:
+    def _take(self, place: str, row: Candidate, was_known: bool) -> None:
         output = HELDOUT if row.heldout else TRAIN
         limit = self._limits[output]
         if was_known or not self._seen.is_new(row.key):
-            self._ledger.drop(source, row.line, "duplicate", "the same prompt came before")
-        elif limit is not None and self._taken[output] >= limit:
-            self._ledger.drop(source, row.line, "beyond the limit", f"{limit} rows of its kind are enough")
-        elif self._near and row.signature and (similar := self._near.find(row.signature)):
-            self._ledger.drop(source, row.line, "near duplicate", f"{similar[1]:.2f} like {similar[0]}")
-        else:
-            self._ledger.keep(row.text, output=output, key=row.key)
-            self._seen.add(row.key)
-            self._taken[output] += 1
-            if self._near and row.signature:
-                self._near.add(f"{source}, line {row.line}", row.signature)
+            raise InvalidRow("duplicate", "the same prompt came before")
+        if limit is not None and self._taken[output] >= limit:
+            raise InvalidRow("beyond the limit", f"{limit} rows of its kind are enough")
+        if self._near and row.signature and (similar := self._near.find(row.signature)):
+            raise InvalidRow("near duplicate", f"{similar[1]:.2f} like {similar[0]}")
+        self._ledger.keep(row.text, output=output, key=row.key)
+        self._seen.add(row.key)
+        self._taken[output] += 1
+        if self._near and row.signature:
+            self._near.add(place, row.signature)
 
 
 def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], list[list[str]]]:

@@ -80,7 +80,7 @@ def tokenize(options: TokenizeOptions) -> str:
         with WorkerPool(options.workers, prepare_building, settings, target) as pool:
             rows = RowStream(inputs, pool, ledger)
             for source, results in rows:
-                for at, result in enumerate(results):
+                for at, (line, result) in enumerate(results):
                     if taken == options.limit:
                         rows.unread(len(results) - at)
                         break
@@ -88,7 +88,7 @@ def tokenize(options: TokenizeOptions) -> str:
                         ledger.keep(result.text)
                         taken, cut = taken + 1, cut + result.was_cut
                     else:
-                        ledger.drop(source, result.line, result.reason, result.detail)
+                        ledger.drop(source, line, result.reason, result.detail)
                 ledger.set_fact("cut", cut)
                 if taken == options.limit:
                     break

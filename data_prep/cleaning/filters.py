@@ -10,7 +10,7 @@ from typing import Any
 from data_prep.cleaning.conversations import read_messages
 from data_prep.cleaning.decontamination import Contamination
 from data_prep.cleaning.exact_dedup import normalized
-from data_prep.pipeline.rows import DroppedRow, content_key, hash_64, map_rows, row_id
+from data_prep.pipeline.rows import Results, content_key, hash_64, map_rows, row_id
 from data_prep.readers.chunks import Chunk
 from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.files import to_line
@@ -37,17 +37,14 @@ class Rules(Options):
 class Candidate:
     """A row that may be kept: its line of output, and what is needed to compare it with others."""
 
-    line: int | None
     heldout: bool
     key: int
     text: bytes
     signature: bytes | None
 
 
-def prepare_screening(
-    rules: Rules, evaluation: Sequence[tuple[str, str]]
-) -> Callable[[Chunk], tuple[str, list[Candidate | DroppedRow]]]:
-    """The function for workers: a chunk's source, and a candidate or the reason to drop it for each row."""
+def prepare_screening(rules: Rules, evaluation: Sequence[tuple[str, str]]) -> Callable[[Chunk], Results[Candidate]]:
+    """The function for workers: a candidate, or the reason to drop it, for each row of a chunk."""
     contamination = Contamination(evaluation)
     return lambda chunk: map_rows(
         chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)]
@@ -82,7 +79,7 @@ def _screen(source: str, line: int | None, entry: Any, rules: Rules, contaminati
 
         signature = sign(" ".join(compared))
     row = {"id": row_id(source, key), "source": source, "line": line, "messages": messages}
-    return Candidate(line, heldout, key, to_line(row), signature)
+    return Candidate(heldout, key, to_line(row), signature)
 
 
 def _check_language(text: str, wanted: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -18,17 +17,10 @@ from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.invalid_row import InvalidRow
 
 Result = TypeVar("Result")
+Results = tuple[str, list[tuple[int | None, Result | InvalidRow]]]
+"""A source; lines of it, each with a result or the reason to drop the row."""
 NOT_THE_ROWS = (OSError, MemoryError, RunError)  # disk, memory, servers: the next row would fail as well
 SHOWN_ERROR = 200  # characters of an unforeseen error's message
-
-
-@dataclass(frozen=True)
-class DroppedRow:
-    """A row to be dropped."""
-
-    line: int | None
-    reason: str
-    detail: str
 
 
 @contextlib.contextmanager
@@ -48,18 +40,16 @@ def errors_as_invalid_row() -> Iterator[None]:
         raise InvalidRow(f"unexpected {type(error).__name__}", detail) from error
 
 
-def map_rows(
-    chunk: Chunk, function: Callable[[int | None, Any], Iterable[Result]]
-) -> tuple[str, list[Result | DroppedRow]]:
-    """A chunk's source, and what ``function`` makes of each line and entry, or why nothing."""
-    results: list[Result | DroppedRow] = []
+def map_rows(chunk: Chunk, function: Callable[[int | None, Any], Iterable[Result | InvalidRow]]) -> Results[Result]:
+    """A chunk's source, and what ``function`` makes of each entry, with its line; or why nothing."""
+    results: list[tuple[int | None, Result | InvalidRow]] = []
     for line, entry in chunk.rows():
         try:
             with errors_as_invalid_row():
                 for result in function(line, entry):
-                    results.append(result)
+                    results.append((line, result))
         except InvalidRow as error:
-            results.append(DroppedRow(line, error.reason, error.detail))
+            results.append((line, error))
     return chunk.source, results
 
 

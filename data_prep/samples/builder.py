@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from data_prep.cleaning.conversations import read_conversation
-from data_prep.pipeline.rows import DroppedRow, errors_as_invalid_row, hash_64, map_rows, row_id, row_name
+from data_prep.pipeline.rows import Results, errors_as_invalid_row, hash_64, map_rows, row_id, row_name
 from data_prep.readers.chunks import Chunk
 from data_prep.samples.rendering import render_response
 from specforge_dspine.utils.chat_template import THINKING, Message, end_ids
@@ -57,22 +57,17 @@ class SampleLine:
     was_cut: bool
 
 
-def prepare_building(
-    settings: SampleSettings, target: Target
-) -> Callable[[Chunk], tuple[str, list[SampleLine | DroppedRow]]]:
-    """The function for workers: a chunk's source, and what became of each of its responses."""
+def prepare_building(settings: SampleSettings, target: Target) -> Callable[[Chunk], Results[SampleLine]]:
+    """The function for workers: what became of each response of a chunk."""
     from transformers import AutoTokenizer
 
     builder = SampleBuilder(settings, target, AutoTokenizer.from_pretrained(target.path))
 
-    def lines(source: str, line: int | None, entry: Any) -> Iterator[SampleLine | DroppedRow]:
+    def lines(source: str, entry: Any) -> Iterator[SampleLine | InvalidRow]:
         for sample in builder.samples(source, entry):
-            if isinstance(sample, InvalidRow):
-                yield DroppedRow(line, sample.reason, sample.detail)
-            else:
-                yield SampleLine(to_line(sample), "cut" in sample)
+            yield sample if isinstance(sample, InvalidRow) else SampleLine(to_line(sample), "cut" in sample)
 
-    return lambda chunk: map_rows(chunk, lambda line, entry: lines(chunk.source, line, entry))
+    return lambda chunk: map_rows(chunk, lambda _, entry: lines(chunk.source, entry))
 
 
 class SampleBuilder:
@@ -99,9 +94,8 @@ class SampleBuilder:
             return
         messages = read_conversation(entry)
         if not self._settings.use_dataset_responses:
-            raise InvalidRow(
-                "not a response of the target", "run data_prep.regenerate, or give --use-dataset-responses"
-            )
+            advice = "run data_prep.regenerate, or give --use-dataset-responses"
+            raise InvalidRow("not a response of the target", advice)
         responses = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not responses:
             raise InvalidRow("no response", "the conversation has only its prompt")
@@ -109,13 +103,13 @@ class SampleBuilder:
         cut_last = str(entry.get("finish_reason", entry.get("finish"))) == "length"
         for turn, at in enumerate(responses):
             was_cut = cut_last and at == len(messages) - 1
-            sample: dict[str, Any] | InvalidRow
             try:  # one response that cannot be used does not cost those behind it
                 with errors_as_invalid_row():
                     sample = self._of_rendered(f"{name}.{turn}", source, messages[: at + 1], was_cut=was_cut)
             except InvalidRow as error:
-                sample = error
-            yield sample
+                yield error
+            else:
+                yield sample
 
     def _of_record(self, source: str, record: dict[str, Any]) -> dict[str, Any]:
         lists = [record["prompt_ids"], record["output_ids"]]
@@ -149,9 +143,8 @@ class SampleBuilder:
             raise InvalidRow("an end token inside of the response", f"{rendered.completion[-60:]!r}")
         if marks := self._markers.intersection(output):
             names = ", ".join(map(str, self._tokenizer.convert_ids_to_tokens(sorted(marks))))
-            raise InvalidRow(
-                "the template's markers inside of the response", f"{names}; they would be trained on as tokens"
-            )
+            detail = f"{names}; they would be trained on as tokens"
+            raise InvalidRow("the template's markers inside of the response", detail)
         finish = "stop" if output and output[-1] in self._end_ids else "length"
         return self._sample(name, source, prompt, output, origin=DATASET, finish=finish)
 

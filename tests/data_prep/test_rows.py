@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.pipeline.rows import DroppedRow, content_key, errors_as_invalid_row, map_rows, row_name
+from data_prep.pipeline.rows import content_key, errors_as_invalid_row, map_rows, row_name
 from data_prep.readers.chunks import Entries
 from specforge_dspine.utils.invalid_row import InvalidRow
 
@@ -18,10 +18,10 @@ def test_an_unforeseen_exception_becomes_a_named_row() -> None:
         yield 1 / entry
 
     source, results = map_rows(Entries("file", [(1, 1), (2, 0), (3, "a"), (4, 2)]), work)
-    reasons = [(each.line, each.reason) if isinstance(each, DroppedRow) else each for each in results]
+    reasons = [(line, each.reason) if isinstance(each, InvalidRow) else each for line, each in results]
     expected = [0.0, 1.0, 0.0, (2, "unexpected ZeroDivisionError"), 0.0, (3, "unexpected TypeError"), 0.0, 0.5]
     assert (source, reasons) == ("file", expected)
-    (first, _) = (each for each in results if isinstance(each, DroppedRow))
+    (first, _) = (each for _, each in results if isinstance(each, InvalidRow))
     assert "division by zero" in first.detail and "test_rows.py, line " in first.detail
 
 
