@@ -25,13 +25,17 @@ from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.files import atomic_write, to_line, write_json
 
-SENTENCES, WORDS = 4000, 100
+COMMON_WORDS = """
+the of to and a in is it you that he was for on are with as his they be at one have this from or had by hot but some
+what there we can out other were all your when up use word how said an each she which do their time if will way about
+many then them would write like so these her long make thing see him two has look more day could go
+"""
+SENTENCES = 4000
 
 
 def chats(megabytes: float, seed: int = 0) -> Iterator[bytes]:
     """ShareGPT rows of about two kilobytes, ``megabytes`` of them, every one different."""
-    draw = random.Random(seed)
-    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 6))) for _ in range(WORDS)]
+    draw, words = random.Random(seed), COMMON_WORDS.split()
     sentences = [" ".join(draw.choices(words, k=draw.randint(6, 16))) for _ in range(SENTENCES)]
     size = 0
     for number in count():
