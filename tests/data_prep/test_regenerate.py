@@ -40,7 +40,7 @@ CONTEXT = 512  # of the tiny target
 
 
 def save_target(path: Path) -> Path:
-    """A tiny target with a chat tokenizer, whose answers end by themselves now and then."""
+    """A tiny target with a chat tokenizer, whose responses end by themselves now and then."""
     save_tokenizer(build_qwen3(path))
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = TEMPLATE
@@ -104,7 +104,7 @@ TOO_SHORT = "fewer than 2 generated tokens"
 @pytest.mark.server
 def test_records_and_samples_hold_exactly_what_was_sent_and_generated(target: Path, url: str, tmp_path: Path) -> None:
     chats = [chat(f"one-{k}", words(k, 5 + k)) for k in range(8)]
-    chats.insert(3, chat("three", words(50, 6), "the data set's own answer", words(51, 4), "another", words(52, 9)))
+    chats.insert(3, chat("three", words(50, 6), "the data set's own response", words(51, 4), "another", words(52, 9)))
     out = tmp_path / "out.jsonl"
     succeed(regenerate.main, arguments(target, write(tmp_path / "prompts.jsonl", chats), out, "--server", url))
     records = read(out)
@@ -121,7 +121,7 @@ def test_records_and_samples_hold_exactly_what_was_sent_and_generated(target: Pa
         history = [*(history if record["turn"] else []), row["messages"][2 * record["turn"]]]
         prompt, generated = record["prompt_ids"], record["output_ids"]
         assert prompt == prompt_ids(tokenizer, history, enable_thinking=None)
-        # The end token that the target emitted is part of the answer, and of what a draft has to predict.
+        # The end token that the target emitted is part of the response, and of what a draft has to predict.
         expected = model.generate(
             torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=EOS, pad_token_id=0
         )
@@ -300,7 +300,7 @@ def test_another_target_than_the_served_one_is_refused(target: Path, url: str, t
 
 
 @pytest.mark.server
-def test_sampled_answers_differ_and_carry_their_seed(target: Path, url: str, tmp_path: Path) -> None:
+def test_sampled_responses_differ_and_carry_their_seed(target: Path, url: str, tmp_path: Path) -> None:
     prompts = write(tmp_path / "prompts.jsonl", [chat(f"c{k}", words(1, 5)) for k in range(6)])
     out = tmp_path / "out.jsonl"
     succeed(regenerate.main, arguments(target, prompts, out, "--server", url, "--temperature", "1"))
@@ -383,7 +383,7 @@ def test_the_key_covers_every_input(target: Path, tmp_path: Path) -> None:
     assert differing(fourth, inputs()) == {"target"}
 
 
-def test_a_dead_server_costs_no_finished_answers(target: Path, tmp_path: Path) -> None:
+def test_a_dead_server_costs_no_finished_responses(target: Path, tmp_path: Path) -> None:
     prompts, out = write(tmp_path / "prompts.jsonl", [chat("c", words(0, 5))]), tmp_path / "out.jsonl"
     with Ledger([out], "regenerate", {"other": 1}) as ledger:
         ledger.keep(b"{}\n")

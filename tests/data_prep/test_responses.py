@@ -69,7 +69,7 @@ def test_a_template_that_refuses_a_system_message_costs_the_turn() -> None:
     )
 
 
-def test_reasoning_that_the_prompt_opened_and_the_limit_cut_is_no_answer() -> None:
+def test_reasoning_that_the_prompt_opened_and_the_limit_cut_is_no_response() -> None:
     opening = SMOLLM2.replace(
         "'<|im_start|>assistant\n' }}{% endif %}", "'<|im_start|>assistant\n<think>\n' }}{% endif %}"
     )
@@ -157,7 +157,7 @@ def asking(flaky: Flaky, patience_s: float) -> ServerPool:
     return ServerPool([f"http://127.0.0.1:{flaky.server_port}"], Requirements("m", "float32"), 30, patience_s)
 
 
-def test_patience_counts_from_the_failure_not_from_the_last_answer(
+def test_patience_counts_from_the_failure_not_from_the_last_response(
     flaky: Flaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers_module, "FIRST_REST_S", 0.05)

@@ -76,7 +76,7 @@ def prompt(sample: dict[str, Any]) -> list[int]:
     return sample["input_ids"][: sample["prompt_tokens"]]
 
 
-def test_thinking_off_teaches_the_answer_and_its_end_alone(qwen: Path) -> None:
+def test_thinking_off_teaches_the_response_and_its_end_alone(qwen: Path) -> None:
     # SpecForge#296, NeMo#3738: the template's own <think></think> was trained on.
     tokenizer = loaded(qwen)
     plain = [{key: value for key, value in part.items() if key != "reasoning_content"} for part in CHAT]
@@ -93,7 +93,7 @@ def test_thinking_on_teaches_the_reasoning_with_its_markers(qwen: Path) -> None:
     first, second = built(qwen, CHAT, thinking="on")
     assert supervised(first, tokenizer) == "<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>"
     assert prompt(first) == prompt_ids(tokenizer, CHAT[:1], enable_thinking=True)
-    # The answer without reasoning: what the template inserts is given, not taught.
+    # The response without reasoning: what the template inserts is given, not taught.
     assert supervised(second, tokenizer) == "think<|im_end|>"
     assert tokenizer.decode(prompt(second)).endswith(f"assistant\n{EMPTY_REASONING}")
     assert "Two and two" not in tokenizer.decode(second["input_ids"])
@@ -112,7 +112,7 @@ def test_smollm2_is_taught_up_to_the_end_token(smollm2: Path) -> None:
     assert isinstance(invalid, InvalidRow) and invalid.reason == "the template drops the reasoning"
 
 
-def test_a_cut_answer_is_not_taught_to_end(qwen: Path) -> None:
+def test_a_cut_response_is_not_taught_to_end(qwen: Path) -> None:
     tokenizer = loaded(qwen)
     entry = {"messages": [*CHAT[:1], {"role": "assistant", "content": "It is"}], "finish_reason": "length"}
     (sample,) = builder(qwen, thinking="off").samples("test", entry)
@@ -128,14 +128,14 @@ def test_a_cut_answer_is_not_taught_to_end(qwen: Path) -> None:
         ("{{ raise_exception('no such role') }}", "the template refuses these turns"),
     ],
 )
-def test_templates_that_hide_the_answer_are_refused(template: str, reason: str) -> None:
+def test_templates_that_hide_the_response_are_refused(template: str, reason: str) -> None:
     tokenizer = smollm2_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(InvalidRow, match=reason):
         render_response(tokenizer, CHAT[:1] + CHAT[3:], ["<|im_end|>"], enable_thinking=None, was_cut=False)
 
 
-def test_an_end_inside_of_an_answer_is_refused(qwen: Path) -> None:
+def test_an_end_inside_of_a_response_is_refused(qwen: Path) -> None:
     (invalid,) = built(qwen, [*CHAT[:1], {"role": "assistant", "content": "It is<|im_end|> 4."}], thinking="off")
     assert invalid.reason == "an end token inside of the response"
 
@@ -199,7 +199,7 @@ def test_what_a_record_lacks_is_not_made_up(smollm2: Path) -> None:
         },
     ],
 )
-def test_answers_beside_a_question_are_taken(smollm2: Path, entry: dict[str, Any]) -> None:
+def test_responses_beside_a_question_are_taken(smollm2: Path, entry: dict[str, Any]) -> None:
     (sample,) = builder(smollm2, mask=3).samples("test", entry)
     assert supervised(sample, loaded(smollm2)) == "It is 4.<|im_end|>"
     assert ("Add." in loaded(smollm2).decode(prompt(sample))) == ("system" in entry)
@@ -207,7 +207,7 @@ def test_answers_beside_a_question_are_taken(smollm2: Path, entry: dict[str, Any
         list(builder(smollm2, mask=3).samples("test", {"prompt": "What is 2 + 2?", "response": " "}))
 
 
-def test_an_unforeseen_error_costs_one_answer(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unforeseen_error_costs_one_response(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_by = builder(smollm2, mask=3)
     render = made_by._of_rendered
     failing = lambda name, *rest, **more: {}["gone"] if name.endswith(".0") else render(name, *rest, **more)  # noqa: E731
@@ -245,7 +245,7 @@ def run(target: Path, responses: Path, out: Path, *further: str) -> list[dict[st
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_the_command_counts_answers_and_names_what_it_drops(smollm2: Path, tmp_path: Path) -> None:
+def test_the_command_counts_responses_and_names_what_it_drops(smollm2: Path, tmp_path: Path) -> None:
     responses = write(
         tmp_path / "responses.jsonl",
         record(smollm2),
@@ -291,7 +291,7 @@ sys.exit(tokenize.main(sys.argv[1:]))
 
 
 def test_killed_and_continued_gives_the_same_file(smollm2: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "answers"
+    folder = tmp_path / "responses"
     folder.mkdir()
     for number in range(6):
         many = [record(smollm2, id=f"{number}.{k}", prompt_ids=[5 + k, 6, 7 + number]) for k in range(20)]
@@ -350,7 +350,7 @@ def test_the_key_covers_template_tokenizer_options_length_and_format(
 
 
 def test_another_end_token_is_another_job(tmp_path: Path) -> None:
-    """The generation config says which tokens end an answer (pitfall 15: a stale mask)."""
+    """The generation config says which tokens end a response (pitfall 15: a stale mask)."""
     target = save_tokenizer(build_llama(tmp_path / "llama"))
     responses, out = write(tmp_path / "responses.jsonl", record(target)), tmp_path / "out.jsonl"
     further = ["--max-length", "64", "--mask-token-id", "250"]

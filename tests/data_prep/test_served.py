@@ -37,7 +37,7 @@ def served(
 
 
 def chatted(url: str, history: list[dict[str, str]], thinking: str) -> tuple[int, str]:
-    """What the server's own chat interface makes of ``history``: tokens of the prompt, and the answer."""
+    """What the server's own chat interface makes of ``history``: tokens of the prompt, and the response."""
     body = {
         "model": "default",
         "messages": history,

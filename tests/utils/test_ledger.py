@@ -55,7 +55,7 @@ def test_a_finished_job_is_recognized_and_complete(tmp_path: Path) -> None:
     assert open_ledger(out).is_finished()
 
 
-@pytest.mark.parametrize("changed", [{"max_length": 256}, {"thinking": False}, {"target": "abd"}, {"new": 1}])
+@pytest.mark.parametrize("changed", [{"max_length": 256}, {"thinking": False}, {"target": "xyz"}, {"new": 1}])
 def test_every_changed_input_is_refused_by_name(tmp_path: Path, changed: dict[str, Any]) -> None:
     # Soup#1067: cached features were reused after the template, the length or the tokenizer had changed.
     out = finished(tmp_path / "out.jsonl")
