@@ -1,36 +1,35 @@
-"""How many rows a second data_prep.prompts does, beside reading the same file with ``json`` alone.
+"""Rows a second of data_prep.prompts, beside reading the same file with ``json`` alone.
 
     python -m data_prep.bench [--megabytes 200] [--output runs/bench/data.json]
 
-A ShareGPT file of that size is generated, read line by line with ``json.loads``, and then chosen from with one worker
-and with one per core: exact duplicates, held-out share, and last the near duplicates too.
+A ShareGPT file of that size is generated, read line by line with ``json.loads``, and then selected from: with one
+worker and one per core, from the same rows as an array, and last without near duplicates too.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from data_prep.pipeline.worker_pool import cores
-from data_prep.prompts import main as choose
-from specforge_dspine.utils.cli import positive
-from specforge_dspine.utils.files import atomic_write, to_line
+from data_prep.prompts import main as select_prompts
+from specforge_dspine.utils.cli import Command, Options, option, run_command
+from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.files import atomic_write, to_line, write_json
 
 COMMON_WORDS = """
 the of to and a in is it you that he was for on are with as his they be at one have this from or had by hot but some
 what there we can out other were all your when up use word how said an each she which do their time if will way about
 many then them would write like so these her long make thing see him two has look more day could go
 """
-
 SENTENCES = 4000
 
 
@@ -38,8 +37,8 @@ def chats(megabytes: float, seed: int = 0) -> Iterator[bytes]:
     """ShareGPT rows of about two kilobytes, ``megabytes`` of them, every one different."""
     draw, words = random.Random(seed), COMMON_WORDS.split()
     sentences = [" ".join(draw.choices(words, k=draw.randint(6, 16))) for _ in range(SENTENCES)]
-    size, number = 0.0, 0
-    while size < megabytes * 1e6:
+    size = 0
+    for number in count():
         turns = []
         for turn in range(draw.choice((2, 2, 4, 6))):
             text = ". ".join(draw.choices(sentences, k=draw.randint(2, 6) if turn % 2 == 0 else draw.randint(4, 16)))
@@ -47,11 +46,13 @@ def chats(megabytes: float, seed: int = 0) -> Iterator[bytes]:
             turns.append({"from": role, "value": text if turn else f"Question {number}: {text}"})
         row = to_line({"id": f"chat_{number}", "conversations": turns})
         yield row
-        size, number = size + len(row), number + 1
+        size += len(row)
+        if size >= megabytes * 1e6:
+            return
 
 
 def write_chats(path: Path, megabytes: float) -> int:
-    """Writes :func:`chats` as the array that ShareGPT's file is (.json) or line by line; returns the rows."""
+    """Write ``chats`` as the array that ShareGPT's file is (.json) or line by line; returns the rows."""
     rows = 0
     bar = tqdm(chats(megabytes), desc=f"generating {path.name}", unit=" rows", leave=False, disable=None)
     with atomic_write(path) as file:
@@ -59,65 +60,65 @@ def write_chats(path: Path, megabytes: float) -> int:
         for rows, row in enumerate(bar, 1):
             before = b"" if not is_array else b"[" if rows == 1 else b","
             file.write(before + row)
-        if is_array:
-            file.write(b"]\n")
+        file.write(b"]\n" if is_array else b"")
     return rows
-
-
-def json_alone(path: Path) -> float:
-    """Seconds that ``json.loads`` takes for every line."""
-    started = time.monotonic()
-    with path.open("rb") as file:
-        for line in file:
-            json.loads(line)
-    return time.monotonic() - started
 
 
 def measure(megabytes: float) -> dict[str, Any]:
     """All figures: rows, and per way of reading them seconds and rows a second."""
+
+    def figure(since: float) -> dict[str, float]:
+        seconds = time.monotonic() - since
+        return {"seconds": round(seconds, 2), "rows_per_second": round(rows / seconds)}
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        lines = folder / "chats.jsonl"
+        lines, array = folder / "chats.jsonl", folder / "chats.json"
         rows = write_chats(lines, megabytes)
+        write_chats(array, megabytes)
         figures: dict[str, Any] = {"rows": rows, "megabytes": lines.stat().st_size / 1e6, "cores": cores()}
-        figures["json alone"] = _figure(rows, json_alone(lines))
-        ways = {
-            "prompts, 1 worker": ["--workers", "1"],
-            f"prompts, {cores()} workers": [],
-            f"prompts, {cores()} workers, near duplicates": ["--near", "0.8"],
+        started = time.monotonic()
+        with lines.open("rb") as file:
+            for line in file:
+                json.loads(line)
+        figures["json alone"] = figure(started)
+        ways: dict[str, tuple[Path, list[str]]] = {
+            "prompts, 1 worker": (lines, ["--workers", "1"]),
+            f"prompts, {cores()} workers": (lines, []),
+            f"prompts, {cores()} workers, an array": (array, []),
+            f"prompts, {cores()} workers, near duplicates": (lines, ["--near", "0.8"]),
         }
-        for name, options in ways.items():
+        for name, (path, words) in ways.items():
             output = folder / f"{len(figures)}.jsonl"
-            more = ["--heldout", f"{output}.heldout", *options]
+            files = ["--input", str(path), "--output", str(output), "--heldout", f"{output}.heldout"]
             started = time.monotonic()
-            choose(["--input", str(lines), "--output", str(output), *more])
-            figures[name] = _figure(rows, time.monotonic() - started)
+            if select_prompts([*files, *words]):
+                raise RunError(f"{name} failed; its message stands above")
+            figures[name] = figure(started)
     return figures
 
 
-def _figure(rows: int, seconds: float) -> dict[str, float]:
-    return {"seconds": round(seconds, 2), "rows_per_second": round(rows / seconds)}
+class BenchOptions(Options):
+    """Options of the command."""
+
+    megabytes: int = option("of the file", default=200, ge=1, metavar="N")
+    output: Path | None = option("JSON with the figures", default=None, metavar="FILE")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; see the module's text."""
-    made = argparse.ArgumentParser(
-        prog="python -m data_prep.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument("--megabytes", type=positive, default=200, metavar="N", help="of the file (default 200)")
-    made.add_argument("--output", type=Path, metavar="FILE", help="JSON with the figures")
-    options = made.parse_args(arguments)
+def bench(options: BenchOptions) -> str:
+    """Do what the command line says; returns the figures as lines."""
     figures = measure(options.megabytes)
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            print(f"{name:<40} {value['rows_per_second']:>8} rows/s {value['seconds']:>8.1f} s")
-        else:
-            print(f"{name:<40} {value:>8.0f}")
     if options.output is not None:
-        with atomic_write(options.output) as file:
-            file.write((json.dumps(figures, indent=2) + "\n").encode())
-        print(f"written to {options.output}", file=sys.stderr)
+        write_json(options.output, figures)
+    ways = {name: value for name, value in figures.items() if isinstance(value, dict)}
+    lines = [f"{name:<40} {way['rows_per_second']:>8} rows/s {way['seconds']:>8.1f} s" for name, way in ways.items()]
+    return "\n".join([f"{figures['rows']} rows, {figures['megabytes']:.0f} MB, {figures['cores']} cores", *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(Command(BenchOptions, bench), argv, module="data_prep.bench", doc=__doc__)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

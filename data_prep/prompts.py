@@ -1,4 +1,4 @@
-"""Prompts for training and for held-out evaluation, out of what people have.
+"""Prompts for training and for held-out evaluation.
 
     python -m data_prep.prompts --input sharegpt.json chatterbot ORG/NAME --output data/train.jsonl \\
         [--heldout data/heldout.jsonl --heldout-share 0.01] [--near 0.8] [--decontaminate mt-bench human-eval] ...
@@ -7,47 +7,62 @@ Each line of the outputs is one conversation, which ends with a user turn::
 
     {"id": str, "source": str, "line": int, "messages": [{"role": "user", "content": str}, ...]}
 
-Assistant turns are kept only as places: regeneration replaces them with the target's own. A prompt that occurs again,
-up to case and white space of its system and user messages, is dropped. Held out are prompts by a hash of their first
-user turn, so that no conversation begins alike on both sides, now or with other files; one whose later turns could
-begin a held-out one is not trained on. OUTPUT.dropped.jsonl names every dropped row: file, line, reason.
+Assistant turns are only places: regeneration replaces them with the target's own. A prompt that occurs again, up to
+case and white space of its system and user messages, is dropped. Held out are prompts by a hash of their first user
+turn, so that no conversation begins alike on both sides, now or with other files. A conversation whose later turns
+could begin a held-out one is not trained on. OUTPUT.dropped.jsonl names every dropped row: file, line, reason.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import model_validator
 
 from data_prep.cleaning.conversations import read_conversation, user_turns
 from data_prep.cleaning.exact_dedup import SeenKeys
-from data_prep.cleaning.filters import Good, Rules, prepare
-from data_prep.pipeline.command import Passage, open_ledger, parser, perform
-from data_prep.pipeline.rows import Bad, guarded
-from data_prep.pipeline.worker_pool import Workers
+from data_prep.cleaning.filters import Candidate, Rules, prepare_screening
+from data_prep.pipeline.command import JobOptions, open_ledger, run_job
+from data_prep.pipeline.row_stream import RowStream
+from data_prep.pipeline.rows import errors_as_invalid_row
+from data_prep.pipeline.worker_pool import WorkerPool, cores
 from data_prep.readers.inputs import open_inputs, rows_of
-from specforge_dspine.utils.cli import positive, run
+from specforge_dspine.utils.cli import Command, option, run_command
 from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger, read_kept_keys
 
-TRAIN, HELDOUT = 0, 1
-"""Numbers of the two outputs."""
-
-HELDOUT_SHARE = 0.01
+FORMAT_VERSION = 1  # raise it with any change that gives other prompts for the same inputs
+TRAIN, HELDOUT = 0, 1  # numbers of the two outputs
 
 
-class Choice:
+class PromptOptions(Rules, JobOptions):
+    """Options of the command."""
+
+    workers: int = option("processes; default: one per core", default=cores(), ge=1, metavar="N")
+    heldout: Path | None = option("file for held-out prompts (default: none are)", default=None, metavar="FILE")
+    heldout_limit: int | None = option("held-out prompts at most", default=None, ge=1, metavar="N")
+    interleave: bool = option("take a row of each input in turn, not one input after the other", default=False)
+    decontaminate: tuple[str, ...] = option("evaluation sets", default=(), metavar="FILE|NAME")
+
+    @model_validator(mode="after")
+    def _heldout_has_a_file(self) -> PromptOptions:
+        if self.heldout is None and self.model_fields_set & {"heldout_share", "heldout_limit"}:
+            raise ValueError("--heldout-share and --heldout-limit: name with --heldout where held-out prompts go")
+        return self
+
+
+class PromptSelector:
     """Takes rows in their order, and drops what is there already or no longer wanted.
 
     Args:
+        near: the similarity of near duplicates, None to leave them.
         limits: how many rows each output takes, None for all.
     """
 
-    def __init__(self, ledger: Ledger, rules: Rules, limits: Sequence[int | None]) -> None:
+    def __init__(self, ledger: Ledger, near: float | None, limits: Sequence[int | None]) -> None:
         self._ledger = ledger
         self._limits = limits
         self._seen = SeenKeys()
@@ -55,10 +70,10 @@ class Choice:
         counts = dict(ledger.db.execute("SELECT output, COUNT(*) FROM kept GROUP BY output").fetchall())
         self._taken = [counts.get(number, 0) for number in range(len(limits))]
         self._near = None
-        if rules.near is not None:
+        if near is not None:
             from data_prep.cleaning.near_dedup import NearIndex
 
-            self._near = NearIndex(ledger.db, rules.near)
+            self._near = NearIndex(ledger.db, near)
 
     @property
     def is_full(self) -> bool:
@@ -66,34 +81,34 @@ class Choice:
         pairs = zip(self._taken, self._limits, strict=True)
         return self._limits[TRAIN] is not None and all(limit is None or taken >= limit for taken, limit in pairs)
 
-    def take(self, source: str, results: Sequence[Good | Bad]) -> int:
-        """Keeps or drops rows until the outputs are full; returns how many were left untouched."""
-        known = self._seen.known([result.key if isinstance(result, Good) else 0 for result in results])
-        for at, (result, was_known) in enumerate(zip(results, known, strict=True)):
+    def take(self, source: str, rows: Sequence[tuple[int | None, Candidate | InvalidRow]]) -> int:
+        """Keep or drop rows until the outputs are full; returns how many were left untouched."""
+        known = self._seen.known([row.key if isinstance(row, Candidate) else 0 for _, row in rows])
+        for at, ((line, row), was_known) in enumerate(zip(rows, known, strict=True)):
             if self.is_full:
-                return len(results) - at
-            if isinstance(result, Good):
-                self._take(source, result, was_known)
-            else:
-                self._ledger.drop(source, result.line, result.reason, result.detail)
+                return len(rows) - at
+            try:
+                if isinstance(row, InvalidRow):
+                    raise row
+                self._take(f"{source}, line {line}", row, was_known)
+            except InvalidRow as error:
+                self._ledger.drop(source, line, error.reason, error.detail)
         return 0
 
-    def _take(self, source: str, row: Good, was_known: bool) -> None:
+    def _take(self, place: str, row: Candidate, was_known: bool) -> None:
         output = HELDOUT if row.heldout else TRAIN
         limit = self._limits[output]
-        place = f"{source}, line {row.line}"
         if was_known or not self._seen.is_new(row.key):
-            self._ledger.drop(source, row.line, "duplicate", "the same prompt came before")
-        elif limit is not None and self._taken[output] >= limit:
-            self._ledger.drop(source, row.line, "beyond the limit", f"{limit} rows of its kind are enough")
-        elif self._near and row.signature and (found := self._near.find(row.signature)):
-            self._ledger.drop(source, row.line, "near duplicate", f"{found[1]:.2f} like {found[0]}")
-        else:
-            self._ledger.keep(row.text, output=output, key=row.key)
-            self._seen.add(row.key)
-            self._taken[output] += 1
-            if self._near and row.signature:
-                self._near.add(place, row.signature)
+            raise InvalidRow("duplicate", "the same prompt came before")
+        if limit is not None and self._taken[output] >= limit:
+            raise InvalidRow("beyond the limit", f"{limit} rows of its kind are enough")
+        if self._near and row.signature and (similar := self._near.find(row.signature)):
+            raise InvalidRow("near duplicate", f"{similar[1]:.2f} like {similar[0]}")
+        self._ledger.keep(row.text, output=output, key=row.key)
+        self._seen.add(row.key)
+        self._taken[output] += 1
+        if self._near and row.signature:
+            self._near.add(place, row.signature)
 
 
 def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], list[list[str]]]:
@@ -107,86 +122,54 @@ def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], list[
     inputs = open_inputs(names, limited=False)
     texts: list[tuple[str, str]] = []
     for source, line, entry in rows_of(inputs):
+        place = f"{source}, line {line}"
         try:
-            with guarded():
-                turns = user_turns(read_conversation(entry))
-            texts += [(f"{source}, line {line}", turn) for turn in turns]
-        except InvalidRow as odd:
-            raise ValueError(f"--decontaminate {source}, line {line}: {odd}") from odd
+            with errors_as_invalid_row():
+                texts += [(place, turn) for turn in user_turns(read_conversation(entry))]
+        except InvalidRow as error:
+            raise ValueError(f"--decontaminate {place}: {error}") from error
     return texts, inputs.identities
 
 
-def choose(options: argparse.Namespace) -> str:
-    """Does what the command line says; returns a sentence about the result.
+def select_prompts(options: PromptOptions) -> str:
+    """Do what the command line says; returns a sentence about the result.
 
     Raises:
-        ValueError: bad options or inputs, outputs of another job, or not one prompt.
+        ValueError: bad inputs, outputs of another job, or not one prompt.
     """
-    if options.heldout is None and (options.heldout_share, options.heldout_limit) != (None, None):
-        raise ValueError("--heldout-share and --heldout-limit: name with --heldout where held-out prompts go")
-    share = HELDOUT_SHARE if options.heldout_share is None else options.heldout_share
-    if not 0 <= share < 1:
-        raise ValueError(f"--heldout-share {options.heldout_share}: from 0 to below 1")
-    if options.near is not None and not 0 < options.near <= 1:
-        raise ValueError(f"--near {options.near}: a similarity above 0 and up to 1")
     inputs = open_inputs(options.input, limited=options.limit is not None)
     texts, sets = evaluation_texts(options.decontaminate)
-    rules = Rules(
-        max_turns=options.max_turns,
-        min_chars=options.min_chars,
-        max_chars=options.max_chars,
-        languages=tuple(options.language),
-        heldout_share=share if options.heldout else 0.0,
-        near=options.near,
-    )
-    further = [options.heldout] if options.heldout else []
-    limits = [options.limit, *([options.heldout_limit] if further else [])]
-    ledger = open_ledger(
-        "prompts",
-        options,
-        inputs,
-        {
-            **asdict(rules),
-            "decontaminate": sets,
-            "heldout_limit": options.heldout_limit,
-            "in_turn": options.in_turn,
-        },
-        further=further,
-        reads=options.decontaminate,
-    )
+    rules = Rules(**options.model_dump(include=set(Rules.model_fields)))
+    if options.heldout is None:
+        rules = rules.model_copy(update={"heldout_share": 0.0})
+    depends = {
+        **rules.model_dump(),
+        **options.model_dump(include={"heldout_limit", "interleave"}),
+        "decontaminate": sets,
+        "format_version": FORMAT_VERSION,
+    }
+    heldout = [options.heldout] if options.heldout else []
+    ledger = open_ledger("prompts", options, inputs, depends, more_outputs=heldout, reads=options.decontaminate)
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
-        choice = Choice(ledger, rules, limits)
-        with Workers(options.workers, prepare, rules, texts) as workers:
-            passage = Passage(inputs, workers, ledger, in_turn=options.in_turn)
-            for source, results in passage:
-                passage.give_back(choice.take(source, results))
-                if choice.is_full:
+        selector = PromptSelector(ledger, rules.near, [options.limit, options.heldout_limit][: len(ledger.outputs)])
+        with WorkerPool(options.workers, prepare_screening, rules, texts) as pool:
+            rows = RowStream(inputs, pool, ledger, interleave=options.interleave)
+            for source, results in rows:
+                rows.unread(selector.take(source, results))
+                if selector.is_full:
                     break
         if not ledger.counts()[0]:
-            raise ValueError(f"not one prompt in {passage.rows_in} rows: {ledger.reasons()}")
-        return {"rows_in": passage.rows_in}
+            raise ValueError(f"not one prompt in {rows.rows_in} rows: {ledger.reasons()}")
+        return {"rows_in": rows.rows_in}
 
-    return perform(ledger, work, inputs.ignored)
+    return run_job(ledger, work, inputs.ignored)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; see the module's text."""
-    made = parser("prompts", __doc__, workers=True)
-    made.add_argument("--heldout", type=Path, metavar="FILE", help="where held-out prompts go (default: none are)")
-    made.add_argument("--heldout-share", type=float, metavar="X", help=f"of all prompts (default {HELDOUT_SHARE})")
-    made.add_argument("--heldout-limit", type=positive, metavar="N", help="held-out prompts at most")
-    made.add_argument("--in-turn", action="store_true", help="a row of each input in turn, not one after the other")
-    made.add_argument("--max-turns", type=positive, metavar="N", help="user turns kept of each (default: all)")
-    made.add_argument("--min-chars", type=positive, default=1, metavar="N", help="of system and user messages")
-    made.add_argument("--max-chars", type=positive, metavar="N", help="of system and user messages")
-    made.add_argument(
-        "--language", nargs="+", default=[], metavar="CODE", help="such as en de: drops other languages"
-    )
-    made.add_argument("--near", type=float, metavar="J", help="drops prompts this similar, such as 0.8 (MinHash)")
-    made.add_argument("--decontaminate", nargs="+", default=[], metavar="FILE|NAME", help="evaluation sets")
-    run(made, choose, arguments)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(Command(PromptOptions, select_prompts), argv, module="data_prep.prompts", doc=__doc__)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,221 +1,160 @@
-"""The target's own answers to every prompt, from running servers or one that is started for it.
+"""The target's own responses to every prompt, from running servers or one that is started for it.
 
-    python -m data_prep.regenerate --input data/train.jsonl --output data/answers.jsonl --target DIR \\
+    python -m data_prep.regenerate --input data/train.jsonl --output data/responses.jsonl --target DIR \\
         (--server URL ... | --managed cpu|0|0,1) [--max-new-tokens 64] [--thinking on|off|none] ...
 
-The input is what data_prep.prompts writes, or any chats that it reads. Each line of the output is the answer to one
+The input is what data_prep.prompts writes, or any chats that it reads. Each line of the output is the response to one
 user turn: the ids that were sent, the ids that came back, and whether it ended by itself ("stop") or at the limit
-("length"). Counted as rows are answers. A killed run is continued by the same command and asks nothing twice, a
-finished one is left as it is, and one with other inputs is refused.
+("length"). Counted as rows are responses. The same command continues a killed run and asks nothing twice. A finished
+run is left as it is, and one with other inputs is refused.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from itertools import chain, islice
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import orjson
+from pydantic import model_validator
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from data_prep.cleaning.conversations import read_messages, user_turns
-from data_prep.cleaning.exact_dedup import SeenKeys
-from data_prep.generation.server_pool import Expected, Servers, served
-from data_prep.generation.turns import MAX_TURNS, Asked, Settings, Turns, answer_all, earlier_answers
-from data_prep.pipeline.command import open_ledger, parser, perform
-from data_prep.pipeline.rows import guarded, key_of, row_name
-from data_prep.readers.inputs import Inputs, open_inputs, rows_of
-from specforge_dspine.streaming.server import ManagedServer, ManagedServerError, parse_ids
+from data_prep.generation.responses import Conversations, GenerationSettings, ResponseGenerator, generate_all
+from data_prep.generation.server_pool import Requirements, ServerPool, check_server
+from data_prep.pipeline.command import JobOptions, load_target, open_ledger, run_job
+from data_prep.readers.inputs import open_inputs
+from specforge_dspine.streaming.server import ManagedServer
 from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
-from specforge_dspine.utils.cli import positive, run
+from specforge_dspine.utils.cli import Command, option, parse_ids, run_command
 from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
-CPU_CACHE_TOKENS = 32768
-"""KV cache of a CPU server; when it is full, further requests wait."""
-
-SECONDS_PER_TOKEN = 10.0
-"""After this long for each new token, a request counts as lost."""
+FORMAT_VERSION = 1  # raise it with any change that gives other responses for the same inputs
+CPU_CACHE_TOKENS = 32768  # KV cache of a CPU server; when it is full, further requests wait
+SECONDS_PER_TOKEN = 10.0  # after this long for each new token, a request counts as lost
 
 
-class Rows:
-    """The conversations of ``inputs``, told apart by id; rows that are none are dropped on the way.
+class RegenerateOptions(GenerationSettings, JobOptions):
+    """Options of the command."""
 
-    Attributes:
-        rows_in: answers wanted so far, and rows that are no conversation.
-    """
+    target: Path = option("directory of the target", metavar="DIR")
+    server: tuple[str, ...] = option("running SGLang servers of the target", default=(), metavar="URL")
+    managed: str | None = option(
+        "start one, on the CPU or on these GPUs", default=None, metavar="cpu|0|0,1", pattern=r"^(cpu|\d+(,\d+)*)$"
+    )
+    served_as: str | None = option("the target's path there, if it is another one", default=None, metavar="NAME")
+    in_flight: int = option("requests at a time", default=64, ge=1, metavar="N")
+    patience: float = option("seconds to wait for lost servers", default=300.0, ge=0, metavar="S")
 
-    def __init__(self, inputs: Inputs, ledger: Ledger, limit: int | None) -> None:
-        self._inputs = inputs
-        self._ledger = ledger
-        self._limit = limit
-        self._names = SeenKeys()
-        self.rows_in = 0
-
-    def missing(self, bar: tqdm[Any]) -> Iterator[Asked]:
-        """Conversations with turns that have no answer yet; the others count as done in ``bar``."""
-        for number, (source, line, entry) in enumerate(islice(rows_of(self._inputs), self._limit)):
-            answered, dropped = earlier_answers(self._ledger, number)
-            try:
-                with guarded():
-                    asked = self._read(number, source, line, entry, answered)
-            except InvalidRow as odd:
-                self.rows_in += 1
-                if not dropped:
-                    self._ledger.drop(source, line, odd.reason, odd.detail, place=number * MAX_TURNS)
-                continue
-            turns = len(asked.user_places)
-            self.rows_in += turns
-            bar.update(len(answered) + dropped)
-            if len(answered) + dropped < turns:
-                yield asked
-
-    def _read(self, number: int, source: str, line: int | None, entry: Any, answered: list[dict[str, Any]]) -> Asked:
-        messages = read_messages(entry)
-        if len(user_turns(messages)) > MAX_TURNS:
-            raise InvalidRow("too many turns", f"{len(user_turns(messages))} > {MAX_TURNS}")
-        name = row_name(source, entry, messages)
-        (known,) = self._names.known([key := key_of(name)])
-        if known and name == entry.get("id"):
-            raise InvalidRow("duplicate id", f"{name}: ids must differ; data_prep.prompts writes unique ids")
-        if known:
-            raise InvalidRow("duplicate", "the same conversation came before, and neither has an id")
-        self._names.add(key)
-        origin = entry.get("source")
-        return Asked(number, name, origin if isinstance(origin, str) else source, source, line, messages, answered)
+    @model_validator(mode="after")
+    def _fits_together(self) -> RegenerateOptions:
+        if bool(self.server) == bool(self.managed):
+            raise ValueError("give exactly one of --server and --managed")
+        if self.served_as and self.managed:
+            raise ValueError("--served-as is for --server: a server that is started here serves --target by its path")
+        if self.seed is not None and not self.temperature:
+            raise ValueError(f"--seed {self.seed}: greedy responses (temperature 0) draw nothing, so leave it out")
+        if self.seed is not None and self.managed == "cpu":
+            raise ValueError("--seed: SGLang heeds seeds on GPUs only; leave it out, and draws differ by run")
+        return self
 
 
-def regenerate(options: argparse.Namespace) -> str:
-    """Does what the command line says; returns a sentence about the result.
+def regenerate(options: RegenerateOptions) -> str:
+    """Do what the command line says; returns a sentence about the result.
 
     Raises:
-        ValueError: bad options, files that belong to another job, or a server that serves something else.
-        ConnectionError: no server there.
+        ValueError, ConnectionError: bad inputs, an output of another job, no server or another target's.
+        RunError: all servers are lost on the way.
     """
-    if options.served_as and options.managed:
-        raise ValueError("--served-as is for --server: a server that is started here serves --target under its path")
-    if not options.target.is_dir():
-        raise ValueError(f"--target {options.target}: no such directory (download the target first)")
-    config = AutoConfig.from_pretrained(options.target).get_text_config()
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
-    thinking = THINKING[options.thinking]
-    check_template(tokenizer, thinking)
+    config, tokenizer = load_target(options.target)
+    check_template(tokenizer, THINKING[options.thinking])
     if tokenizer.eos_token_id is None:
         raise ValueError("the target's tokenizer has no eos token; set eos_token in tokenizer_config.json")
-    expected = Expected(options.served_as or str(options.target), options.dtype, options.seed is not None)
-    settings = Settings(
-        max_length=options.max_length or config.max_position_embeddings,
-        dtype=_dtype(options, config, expected),
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        thinking=thinking,
-        seed=options.seed,
-    )
+    length = options.max_length or config.max_position_embeddings
+    if length <= options.max_new_tokens:
+        raise ValueError(f"--max-length {length}: leaves no room beside --max-new-tokens {options.max_new_tokens}")
+    required = Requirements(options.served_as or str(options.target), options.dtype, options.seed is not None)
+    required = replace(required, dtype=_dtype(options, config, required))
+    settings = GenerationSettings(**options.model_dump(include=set(GenerationSettings.model_fields)))
+    settings = settings.model_copy(update={"max_length": length, "dtype": required.dtype})
     inputs = open_inputs(options.input, limited=options.limit is not None)
     depends = job_inputs(options.target, tokenizer, settings)
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
-        rows = Rows(inputs, ledger, options.limit)
-        facts = {"generated_tokens": 0, "cut_by_the_limit": 0}
-        with tqdm(desc="answers", unit=" turns", disable=None) as bar:
-            missing = rows.missing(bar)
-            first = next(missing, None)  # without anything to do no server is needed
+        conversations = Conversations(inputs, ledger, options.limit)
+        with tqdm(desc="responses", unit=" turns", disable=None) as bar:
+            unanswered = conversations.unanswered(bar)
+            first = next(unanswered, None)  # without anything to do no server is needed
             if first is not None:
-                with _servers(options, settings, expected) as servers:
-                    turns = Turns(tokenizer, settings, depends["target"][:SHORT], servers)
+                with _servers(options, length, required) as servers:
+                    generator = ResponseGenerator(tokenizer, settings, depends["target"][:SHORT], servers)
                     started, tokens = time.monotonic(), 0
-                    for answered in answer_all(chain([first], missing), turns, ledger, options.in_flight):
-                        tokens += len(answered.record["output_ids"]) if answered.record else 0
+                    for turn in generate_all(chain([first], unanswered), generator, ledger, options.in_flight):
+                        tokens += len(turn.record["output_ids"]) if turn.record else 0
                         bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s", refresh=False)
                         bar.update()
-        for (line,) in ledger.db.execute("SELECT line FROM kept"):
-            record = orjson.loads(line)
-            facts["generated_tokens"] += len(record["output_ids"])
-            facts["cut_by_the_limit"] += record["finish"] == "length"
-        if not ledger.counts()[0]:
-            raise ValueError(f"not one answer to {rows.rows_in} turns: {ledger.reasons()}")
-        return {"rows_in": rows.rows_in, **facts}
+        tokens = cut = 0
+        for record in ledger.kept():
+            tokens += len(record["output_ids"])
+            cut += record["finish"] == "length"
+        if not tokens:
+            raise ValueError(f"not one response to {conversations.rows_in} turns: {ledger.reasons()}")
+        return {"rows_in": conversations.rows_in, "generated_tokens": tokens, "cut_by_the_limit": cut}
 
-    return perform(open_ledger("regenerate", options, inputs, depends), work, inputs.ignored)
-
-
-def job_inputs(target: Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> dict[str, Any]:
-    """Everything beside the prompts that the answers depend on, as JSON values."""
-    return {
-        "target": model_fingerprint(target),
-        **tokenizer_identity(target, tokenizer),
-        **asdict(settings),
-    }
+    return run_job(open_ledger("regenerate", options, inputs, depends), work, inputs.ignored)
 
 
-def _dtype(options: argparse.Namespace, config: PretrainedConfig, expected: Expected) -> str:
-    """The dtype that answers: running servers' own, otherwise the one asked for."""
-    if options.server is None:
-        dtype = options.dtype or str(config.dtype).removeprefix("torch.")
-        if dtype == "None":
-            raise ValueError(f"--dtype: {options.target}/config.json names no dtype, so give one")
-        return dtype
+def job_inputs(target: Path, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings) -> dict[str, Any]:
+    """Everything beside the prompts that the responses depend on, as JSON values."""
+    identity = {"target": model_fingerprint(target), **tokenizer_identity(target, tokenizer)}
+    return {**identity, **settings.model_dump(), "format_version": FORMAT_VERSION}
+
+
+def _dtype(options: RegenerateOptions, config: PretrainedConfig, required: Requirements) -> str:
+    """The dtype of the responses: running servers' own, otherwise the one asked for."""
     if options.dtype:  # a finished job needs no server to be recognized
         return options.dtype
-    dtypes = {served(url, expected) for url in options.server}
+    if options.managed:
+        if config.dtype is None:
+            raise ValueError(f"--dtype: {options.target}/config.json names no dtype, so give one")
+        return str(config.dtype).removeprefix("torch.")
+    dtypes = {check_server(url, required) for url in options.server}
     if len(dtypes) > 1:
-        raise ValueError(f"--server: the servers compute in {' and '.join(sorted(dtypes))}; answers would differ")
+        raise ValueError(f"--server: the servers compute in {' and '.join(sorted(dtypes))}; responses would differ")
     return dtypes.pop()
 
 
 @contextmanager
-def _servers(options: argparse.Namespace, settings: Settings, expected: Expected) -> Iterator[Servers]:
+def _servers(options: RegenerateOptions, max_length: int, required: Requirements) -> Iterator[ServerPool]:
     """The servers to send to; one of our own lives as long as the context."""
-    timeout_s = 600.0 + SECONDS_PER_TOKEN * settings.max_new_tokens
-    if options.server is not None:
+    timeout_s = 600.0 + SECONDS_PER_TOKEN * options.max_new_tokens
+    if options.managed is None:
         for url in options.server:
-            served(url, expected)
-        yield Servers(options.server, replace(expected, dtype=settings.dtype), timeout_s, options.patience)
+            check_server(url, required)
+        yield ServerPool(options.server, required, timeout_s, options.patience)
         return
-    devices = [] if options.managed == "cpu" else parse_ids(options.managed)
-    if settings.seed is not None and not devices:
-        raise ValueError("--seed: SGLang heeds seeds on GPUs only; leave it out, and draws differ from run to run")
-    try:
-        with ManagedServer(
-            str(options.target),
-            options.output.with_name(options.output.name + ".server"),
-            layers=[0],  # nothing is captured here, but the server's plugin wants to know what it could
-            dtype=settings.dtype,
-            devices=devices,
-            max_running_requests=options.in_flight,
-            max_total_tokens=None if devices else min(options.in_flight * settings.max_length, CPU_CACHE_TOKENS),
-            extra_args=["--enable-deterministic-inference"] if settings.seed is not None else [],
-        ) as server:
-            yield Servers([server.url], Expected(str(options.target), settings.dtype), timeout_s, options.patience)
-    except ManagedServerError as failed:
-        raise ValueError(str(failed)) from failed
+    devices = [] if options.managed == "cpu" else list(parse_ids(options.managed))
+    with ManagedServer(
+        str(options.target),
+        options.output.with_name(options.output.name + ".server"),
+        layers=[0],  # nothing is captured here, but the server's plugin wants to know what it could
+        dtype=str(required.dtype),
+        devices=devices,
+        max_running_requests=options.in_flight,
+        max_total_tokens=None if devices else min(options.in_flight * max_length, CPU_CACHE_TOKENS),
+        extra_args=["--enable-deterministic-inference"] if required.deterministic else [],
+    ) as server:
+        yield ServerPool([server.url], required, timeout_s, options.patience)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; see the module's text."""
-    made = parser("regenerate", __doc__)
-    made.add_argument("--target", type=Path, required=True, metavar="DIR", help="directory of the target")
-    where = made.add_mutually_exclusive_group(required=True)
-    where.add_argument("--server", metavar="URL", nargs="+", help="running SGLang servers of the target")
-    where.add_argument("--managed", metavar="cpu|0|0,1", help="start one, on the CPU or on these GPUs")
-    made.add_argument("--served-as", metavar="NAME", help="the target's path there, if it is another one")
-    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the target's")
-    made.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each answer (default 64)")
-    made.add_argument("--max-length", type=int, metavar="N", help="prompt + answer (default: the target's context)")
-    made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0, greedy")
-    made.add_argument("--seed", type=int, metavar="N", help="of the draws, where the temperature is not 0")
-    made.add_argument("--thinking", choices=sorted(THINKING), default="none", help="the template's switch")
-    made.add_argument("--in-flight", type=positive, default=64, metavar="N", help="requests at a time (default 64)")
-    made.add_argument("--patience", type=float, default=300.0, metavar="S", help="seconds to wait for lost servers")
-    run(made, regenerate, arguments)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(Command(RegenerateOptions, regenerate), argv, module="data_prep.regenerate", doc=__doc__)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

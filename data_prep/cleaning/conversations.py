@@ -1,4 +1,4 @@
-"""Says of every entry of foreign chat data what it is: a conversation, or why not.
+"""Conversations out of entries of chat data in any usual shape.
 
 Understood are
 
@@ -9,10 +9,9 @@ Understood are
     {"instruction": str, "input": str}                   Alpaca
     {"text": str}                                        a chat rendered with ChatML's or Llama 3's markers
 
-A text in "output", "response" or "completion" beside a single question or an instruction is its answer; a text in
+A text in "output", "response" or "completion" beside a single question or an instruction is its response. A text in
 "system" or "system_prompt" beside any of them is the system message. A conversation is an optional system message,
-then user and assistant in turn. Anything else is an :class:`InvalidRow`, to be counted and reported, neither repaired
-nor passed on.
+then user and assistant in turn. Anything else is an ``InvalidRow``, neither repaired nor passed on.
 """
 
 from __future__ import annotations
@@ -26,31 +25,24 @@ from specforge_dspine.utils.invalid_row import InvalidRow
 
 ROLES = {
     "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
 }
 TOOL_ROLES = {"tool", "function", "function_call", "observation", "tool_call", "tool_response", "ipython"}
 TOOL_FIELDS = ("tool_calls", "function_call")
 TOOL_LISTS = ("tools", "functions")
-NO_TOOLS = ("", "[]", "null")
-"""What a table of strings has where there are none."""
+NO_TOOLS = ("", "[]", "null")  # of a table of strings
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 SPECIAL_FIELDS = frozenset(TOOL_FIELDS + REASONING_FIELDS)
 LISTS = ("conversations", "messages", "data")
 QUESTIONS = ("prompt", "question", "problem")
 FIELDS = (*LISTS, *QUESTIONS, "instruction", "text")
-ANSWERS = ("output", "response", "completion")
+RESPONSES = ("output", "response", "completion")
 SYSTEMS = ("system", "system_prompt")
 
 
 class Markers(NamedTuple):
-    """Between what the turns of a preformatted text stand; ``begin`` may come before the first."""
+    """What surrounds each turn of a preformatted text; ``begin`` may come before the first."""
 
     begin: re.Pattern[str]
     opening: re.Pattern[str]
@@ -66,15 +58,14 @@ MARKERS = (
     ),
 )
 BLANK = re.compile(r"\s*")
-SHOWN = 40
-"""Characters of a text that a detail quotes."""
+SHOWN = 40  # characters of a text that a detail quotes
 
 
 def read_conversation(entry: Any) -> list[Message]:
     """All messages of one entry. Reasoning, in a field of its own or in ``<think>``, is in ``"reasoning_content"``.
 
     Raises:
-        InvalidRow: for anything that is not a conversation (the module says what is one).
+        InvalidRow: it is not a conversation, as the module describes them.
     """
     if isinstance(entry, InvalidRow):
         raise entry
@@ -92,7 +83,7 @@ def read_messages(entry: Any, max_turns: int | None = None) -> list[Message]:
     """The messages of one entry up to its last user turn, at most ``max_turns`` user turns (None: all).
 
     Raises:
-        InvalidRow: as :func:`read_conversation`.
+        InvalidRow: as ``read_conversation``.
     """
     messages = read_conversation(entry)
     start = 1 if messages[0]["role"] == "system" else 0
@@ -101,7 +92,7 @@ def read_messages(entry: Any, max_turns: int | None = None) -> list[Message]:
 
 
 def user_turns(messages: Sequence[Message]) -> list[str]:
-    """What the user says, turn by turn."""
+    """The user's messages, in order."""
     return [message["content"] for message in messages if message["role"] == "user"]
 
 
@@ -113,18 +104,18 @@ def _raw_messages(entry: dict[str, Any]) -> list[Any]:
         raise InvalidRow(f"none of the fields {', '.join(FIELDS)}", f"has {', '.join(sorted(entry))[:200]}")
     value = entry[name]
     if name in LISTS:
-        return _listed(name, value)
+        return _turns_in_list(name, value)
     if name == "text":
-        return _marked(value)
+        return _turns_in_text(value)
     if name == "instruction" and entry.get("input"):
         more = entry["input"]
         if not isinstance(value, str) or not isinstance(more, str):
             raise InvalidRow("content is not text", f"instruction or input is {type(more).__name__}")
         value = f"{value}\n\n{more}"
-    answers = (entry.get(field) for field in ANSWERS)
-    answer = next((text for text in answers if isinstance(text, str) and not BLANK.fullmatch(text)), None)
+    texts = (entry.get(field) for field in RESPONSES)
+    response = next((text for text in texts if isinstance(text, str) and not BLANK.fullmatch(text)), None)
     question = {"role": "user", "content": value}
-    return [question] if answer is None else [question, {"role": "assistant", "content": answer}]
+    return [question] if response is None else [question, {"role": "assistant", "content": response}]
 
 
 def _has_tools(value: Any) -> bool:
@@ -146,7 +137,7 @@ def _with_system(entry: dict[str, Any], messages: list[Message]) -> list[Message
     return messages
 
 
-def _listed(name: str, value: Any) -> list[Any]:
+def _turns_in_list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise InvalidRow("the conversation is not a list", f"{name} is {type(value).__name__}")
     if not value:
@@ -157,7 +148,7 @@ def _listed(name: str, value: Any) -> list[Any]:
     return value
 
 
-def _marked(text: Any) -> list[Any]:
+def _turns_in_text(text: Any) -> list[Any]:
     if not isinstance(text, str):
         raise InvalidRow("content is not text", f"text is {type(text).__name__}")
     for markers in MARKERS:
@@ -167,7 +158,7 @@ def _marked(text: Any) -> list[Any]:
 
 
 def _between(markers: Markers, text: str) -> list[Any]:
-    """The turns of a text that is nothing but turns; at most an opened answer comes after them."""
+    """The turns of a text that is nothing but turns; at most an opened response comes after them."""
     begin = markers.begin.match(text)
     place = begin.end() if begin else 0
     turns: list[Any] = []
@@ -178,7 +169,7 @@ def _between(markers: Markers, text: str) -> list[Any]:
         end = text.find(markers.closing, opened.end())
         content = text[opened.end() : end if end >= 0 else None]
         if end < 0 and BLANK.fullmatch(content) and ROLES.get(opened[1]) == "assistant":
-            break  # what a server is asked ends so
+            break  # a prompt for a server ends so
         if end < 0 or markers.opening.search(content):
             raise InvalidRow(
                 "a turn without its end", f"turn {len(turns) + 1} ({opened[1]}) has no {markers.closing}"

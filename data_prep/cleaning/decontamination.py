@@ -1,19 +1,21 @@
-"""Finds prompts that hold a piece of an evaluation set."""
+"""Pieces of evaluation sets in prompts."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 
-WORDS = 13
-"""So many consecutive words in common are no accident; evaluation texts that are shorter count as a whole."""
+WORDS = 13  # so many consecutive words in common are no accident; shorter evaluation texts count as a whole
 
 
 class Contamination:
-    """The runs of ``WORDS`` words of evaluation texts."""
+    """The runs of ``WORDS`` words of evaluation texts.
+
+    Args:
+        texts: each with the name of where it is from; one without any word has nothing to be found by.
+    """
 
     def __init__(self, texts: Iterable[tuple[str, str]]) -> None:
-        """``texts``: each with the name of where it is from; one without any word has nothing to be found by."""
         self._runs: dict[str, str] = {}
         self._whole: dict[str, str] = {}
         for place, text in texts:

@@ -1,16 +1,15 @@
-"""Remembers keys of millions of rows in at most 16 bytes each."""
+"""Exact duplicates: keys of millions of rows in at most 16 bytes each."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-RECENT = 1 << 14
-"""Keys that wait in a Python set, which is quicker for few, before they are sorted in."""
+RECENT = 1 << 14  # keys that wait in a Python set, which is quicker for few, before they are sorted in
 
 
 def normalized(text: str) -> str:
-    """By which texts are compared: case folded, white space collapsed."""
+    """The form in which texts are compared: case folded, white space collapsed."""
     return " ".join(text.casefold().split())
 
 
@@ -37,7 +36,7 @@ class SeenKeys:
         return found.tolist()
 
     def is_new(self, key: int) -> bool:
-        """Whether a key that :meth:`known` did not know was not added since, either."""
+        """Whether a key that ``known`` did not know was not added since, either."""
         return key not in self._recent
 
     def add(self, key: int) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a row by looking at that row alone; the part of choosing prompts that all cores do."""
+"""Checks of a prompt that need that row alone; workers do them on all cores."""
 
 from __future__ import annotations
 
@@ -10,86 +10,76 @@ from typing import Any
 from data_prep.cleaning.conversations import read_messages
 from data_prep.cleaning.decontamination import Contamination
 from data_prep.cleaning.exact_dedup import normalized
-from data_prep.pipeline.rows import Bad, content_key, key_of, row_id, work_through
+from data_prep.pipeline.rows import Results, content_key, hash_64, map_rows, row_id
 from data_prep.readers.chunks import Chunk
+from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.invalid_row import InvalidRow
 
-SURE = 0.5
-"""Probability from which a language is taken to be known; short texts are often undetermined, and stay."""
-
-NO_LANGUAGE = ("und", "zxx")
-"""What the identifier says of too little text, and of numbers or code."""
+SURE = 0.5  # probability from which a language is taken to be known; short texts are often undetermined, and stay
+NO_LANGUAGE = ("und", "zxx")  # the identifier's codes for too little text, and for numbers or code
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a prompt must be. Lengths count the characters of system and user messages together.
+class Rules(Options):
+    """What a prompt must be. Lengths count the characters of system and user messages together."""
 
-    Attributes:
-        heldout_share: prompts whose first turn's hash lies below this share of all hashes are held out.
-        near: the similarity of near duplicates, None to leave them.
-        languages: ISO 639 codes; none: any language.
-    """
-
-    max_turns: int | None = None
-    min_chars: int = 1
-    max_chars: int | None = None
-    languages: tuple[str, ...] = ()
-    heldout_share: float = 0.0
-    near: float | None = None
+    max_turns: int | None = option("user turns kept of each (default: all)", default=None, ge=1, metavar="N")
+    min_chars: int = option("of system and user messages", default=1, ge=1, metavar="N")
+    max_chars: int | None = option("of system and user messages", default=None, ge=1, metavar="N")
+    language: tuple[str, ...] = option("ISO 639 codes, such as en de: drop others", default=(), metavar="CODE")
+    heldout_share: float = option("of all prompts, by their first turn's hash", default=0.01, ge=0, lt=1, metavar="X")
+    near: float | None = option(
+        "drop prompts of this similarity, such as 0.8 (MinHash)", default=None, gt=0, le=1, metavar="J"
+    )
 
 
 @dataclass(frozen=True)
-class Good:
+class Candidate:
     """A row that may be kept: its line of output, and what is needed to compare it with others."""
 
-    line: int | None
     heldout: bool
     key: int
     text: bytes
     signature: bytes | None
 
 
-def prepare(rules: Rules, evaluation: Sequence[tuple[str, str]]) -> Callable[[Chunk], tuple[str, list[Good | Bad]]]:
-    """The function for workers: a chunk's source and what is said of its rows."""
+def prepare_screening(rules: Rules, evaluation: Sequence[tuple[str, str]]) -> Callable[[Chunk], Results[Candidate]]:
+    """The function for workers: a candidate, or the reason to drop it, for each row of a chunk."""
     contamination = Contamination(evaluation)
-
-    def screen(chunk: Chunk) -> tuple[str, list[Good | Bad]]:
-        return work_through(chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)])
-
-    return screen
+    return lambda chunk: map_rows(
+        chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)]
+    )
 
 
-def in_heldout_share(turn: str, share: float) -> bool:
+def _in_heldout_share(turn: str, share: float) -> bool:
     """Whether a prompt that begins with the normalized ``turn`` is held out: for ever, whatever file it is in."""
-    return share > 0 and key_of(turn) < share * 2**64
+    return share > 0 and hash_64(turn) < share * 2**64
 
 
-def _screen(source: str, line: int | None, entry: Any, rules: Rules, contamination: Contamination) -> Good:
+def _screen(source: str, line: int | None, entry: Any, rules: Rules, contamination: Contamination) -> Candidate:
     messages = read_messages(entry, rules.max_turns)
-    asked = [message for message in messages if message["role"] != "assistant"]
-    said = [message["content"] for message in asked]
-    length = sum(map(len, said))
+    prompts = [message for message in messages if message["role"] != "assistant"]
+    texts = [message["content"] for message in prompts]
+    length = sum(map(len, texts))
     if length < rules.min_chars or (rules.max_chars is not None and length > rules.max_chars):
         raise InvalidRow("length", f"{length} characters")
-    compared = [normalized(text) for text in said]
+    compared = [normalized(text) for text in texts]
     first = 1 if messages[0]["role"] == "system" else 0
-    heldout = in_heldout_share(compared[first], rules.heldout_share)
-    if not heldout and any(in_heldout_share(turn, rules.heldout_share) for turn in compared[first + 1 :]):
+    heldout = _in_heldout_share(compared[first], rules.heldout_share)
+    if not heldout and any(_in_heldout_share(turn, rules.heldout_share) for turn in compared[first + 1 :]):
         raise InvalidRow("a later turn is a held-out prompt", "it may be the first turn of a held-out row")
-    if rules.languages:
-        _check_language("\n".join(said[first:]), rules.languages)
-    if contamination and (place := contamination.find(said[first:])) is not None:
+    if rules.language:
+        _check_language("\n".join(texts[first:]), rules.language)
+    if contamination and (place := contamination.find(texts[first:])) is not None:
         raise InvalidRow("in an evaluation set", place)
-    key = content_key(message | {"content": text} for message, text in zip(asked, compared, strict=True))
+    key = content_key(message | {"content": text} for message, text in zip(prompts, compared, strict=True))
     signature = None
     if rules.near is not None:
         from data_prep.cleaning.near_dedup import signature as sign
 
         signature = sign(" ".join(compared))
     row = {"id": row_id(source, key), "source": source, "line": line, "messages": messages}
-    return Good(line, heldout, key, to_line(row), signature)
+    return Candidate(heldout, key, to_line(row), signature)
 
 
 def _check_language(text: str, wanted: Sequence[str]) -> None:

@@ -18,12 +18,8 @@ from datasketch import MinHash, MinHashLSH
 from data_prep.cleaning.decontamination import pieces_of
 
 PERMUTATIONS = 128
-SHINGLE_WORDS = 3
-"""Consecutive words that are one element of a text's set."""
-
-MOST_BANDED = 0.98
-"""The highest similarity for which there are two bands or more; above, what these find is compared all the same."""
-
+SHINGLE_WORDS = 3  # consecutive words that are one element of a text's set
+MOST_BANDED = 0.98  # the highest similarity with two bands or more; above it, what these find is compared as well
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS signatures (number INTEGER PRIMARY KEY, place TEXT, signature BLOB);
 CREATE TABLE IF NOT EXISTS bands (band INTEGER, number INTEGER, PRIMARY KEY (band, number)) WITHOUT ROWID;

@@ -1,1 +1,1 @@
-"""Rows through worker processes into a ledger."""
+"""Rows through worker processes into the ledger of a job."""

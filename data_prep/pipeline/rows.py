@@ -1,8 +1,4 @@
-"""A row on its way through any command: whatever is wrong with it costs that row, never the job.
-
-What is foreseen is an :class:`InvalidRow` with a reason. What is not foreseen, an exception out of this program or a
-library for a row that nobody thought of, becomes one here, so that the row is named and the rest goes on.
-"""
+"""Errors and names of single rows: whatever is wrong with a row costs that row, never the job."""
 
 from __future__ import annotations
 
@@ -11,33 +7,24 @@ import hashlib
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from data_prep.readers.chunks import Chunk
 from specforge_dspine.utils.chat_template import Message
+from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.invalid_row import InvalidRow
 
 Result = TypeVar("Result")
-NOT_THE_ROWS = (OSError, MemoryError)
-"""Disk, servers (ConnectionError is an OSError), memory: the next row would fail as well."""
-SHOWN_ERROR = 200
-"""Characters of an unforeseen error's message."""
-
-
-@dataclass(frozen=True)
-class Bad:
-    """A row to be dropped."""
-
-    line: int | None
-    reason: str
-    detail: str
+Results = tuple[str, list[tuple[int | None, Result | InvalidRow]]]
+"""A source; lines of it, each with a result or the reason to drop the row."""
+NOT_THE_ROWS = (OSError, MemoryError, RunError)  # disk, memory, servers: the next row would fail as well
+SHOWN_ERROR = 200  # characters of an unforeseen error's message
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
+def errors_as_invalid_row() -> Iterator[None]:
     """Around what is done for one row and depends on its content alone.
 
     Raises:
@@ -53,22 +40,22 @@ def guarded() -> Iterator[None]:
         raise InvalidRow(f"unexpected {type(error).__name__}", detail) from error
 
 
-def work_through(chunk: Chunk, work: Callable[[int | None, Any], Iterable[Result]]) -> tuple[str, list[Result | Bad]]:
-    """A chunk's source, and what ``work`` makes of each line and entry, or why nothing."""
-    results: list[Result | Bad] = []
+def map_rows(chunk: Chunk, function: Callable[[int | None, Any], Iterable[Result | InvalidRow]]) -> Results[Result]:
+    """A chunk's source, and what ``function`` makes of each entry, with its line; or why nothing."""
+    results: list[tuple[int | None, Result | InvalidRow]] = []
     for line, entry in chunk.rows():
         try:
-            with guarded():
-                for result in work(line, entry):
-                    results.append(result)
-        except InvalidRow as odd:
-            results.append(Bad(line, odd.reason, odd.detail))
+            with errors_as_invalid_row():
+                for result in function(line, entry):
+                    results.append((line, result))
+        except InvalidRow as error:
+            results.append((line, error))
     return chunk.source, results
 
 
 def content_key(messages: Iterable[Message]) -> int:
     """A key of who says what; two conversations share one only if they are the same."""
-    return key_of("".join(f"{part['role']} {len(part['content'])} {part['content']}" for part in messages))
+    return hash_64("".join(f"{part['role']} {len(part['content'])} {part['content']}" for part in messages))
 
 
 def row_name(source: str, entry: Mapping[str, Any], messages: Sequence[Message]) -> str:
@@ -77,16 +64,16 @@ def row_name(source: str, entry: Mapping[str, Any], messages: Sequence[Message])
     return name if isinstance(name, str) and name else row_id(source, content_key(messages))
 
 
-def row_id(source: str, key: int) -> str:
-    """An id for a row that has none of its own."""
-    return f"{_label(source)}-{key:016x}"
-
-
 @lru_cache(maxsize=64)
 def _label(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", PurePath(source).name).strip("-")[:60]
 
 
-def key_of(text: str) -> int:
+def row_id(source: str, key: int) -> str:
+    """An id for a row that has none of its own."""
+    return f"{_label(source)}-{key:016x}"
+
+
+def hash_64(text: str) -> int:
     """A 64-bit key. Two of a hundred million different texts share one with a probability of 3 in 10 000."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

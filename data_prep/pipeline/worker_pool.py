@@ -1,4 +1,4 @@
-"""A function over chunks on all cores; who submits them takes the results in the order that suits."""
+"""A pool of worker processes for chunks; who submits them takes the results in the order that suits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 from specforge_dspine.utils.child_process import end_with_parent
+from specforge_dspine.utils.errors import RunError
 
-Work = Callable[[Any], Any]
+Function = Callable[[Any], Any]
+MAX_INLINE = 3  # so few chunks are done in this process: starting others would take longer
+PER_WORKER = 3  # chunks under way, which bounds what is read ahead
 
-INLINE = 4
-"""So few chunks are done here: starting processes would take longer."""
 
-WAITING = 3
-"""Chunks per worker that are under way; what is read ahead is bounded by it."""
+class WorkerKilledError(RunError):
+    """A worker process was ended from outside."""
 
 
 def cores() -> int:
@@ -28,108 +29,95 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Workers:
-    """Processes that run ``function`` on chunks, once there is enough to do; use it as a context.
+@dataclass
+class Job:
+    """One chunk on its way through a worker, or through this process where ``future`` is None."""
+
+    chunk: Any
+    future: Future[Any] | None = None
+
+
+class WorkerPool:
+    """Processes that apply a function to chunks, once there are enough of them; use it as a context.
 
     Args:
-        prepare: returns ``function``, from ``arguments``; called once in every process.
+        prepare: returns the function, from ``arguments``; called once in every process.
     """
 
-    def __init__(self, count: int, prepare: Callable[..., Work], *arguments: Any) -> None:
+    def __init__(self, count: int, prepare: Callable[..., Function], *arguments: Any) -> None:
+        self.ahead = PER_WORKER * count + 1  # chunks to have under way, so that no worker waits
         self._count = count
         self._prepare = prepare
         self._arguments = arguments
-        self._own: Work | None = None
-        self._pool: ProcessPoolExecutor | None = None
+        self._function: Function | None = None
+        self._executor: ProcessPoolExecutor | None = None
         self._first: list[Job] = []
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    @property
-    def ahead(self) -> int:
-        """Chunks to have under way, so that no worker waits."""
-        return WAITING * self._count + 1
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, chunk: Any) -> Job:
-        """``function`` of a chunk, under way.
+        """Begin with a chunk.
 
         Raises:
-            ChildProcessError: a worker was killed.
+            WorkerKilledError: a worker was killed.
         """
-        job = Job(self, chunk)
-        if self._pool is not None:
-            with _told():
-                job.future = self._pool.submit(_run, chunk)
+        job = Job(chunk)
+        if self._executor is not None:
+            self._send(job)
         elif self._count > 1:
             self._first.append(job)
-            if len(self._first) == INLINE:
-                self._start_pool()
+            if len(self._first) > MAX_INLINE:
+                self._executor = ProcessPoolExecutor(
+                    self._count,
+                    multiprocessing.get_context("spawn"),  # a fork would copy the locks of other threads
+                    initializer=_start,
+                    initargs=(os.getpid(), self._prepare, self._arguments),
+                )
+                for first in self._first:
+                    self._send(first)
+                self._first = []
         return job
 
-    def own(self, chunk: Any) -> Any:
-        """``function`` of a chunk, here and now."""
-        self._own = self._own or self._prepare(*self._arguments)
-        return self._own(chunk)
-
-    def _start_pool(self) -> None:
-        self._pool = ProcessPoolExecutor(
-            self._count,
-            multiprocessing.get_context("spawn"),  # a fork would copy the locks of other threads
-            initializer=_start,
-            initargs=(os.getpid(), self._prepare, self._arguments),
-        )
-        for job in self._first:
-            if not job.is_done:
-                job.future = self._pool.submit(_run, job.chunk)
-        self._first = []
-
-
-class Job:
-    """One chunk on its way through a worker."""
-
-    def __init__(self, workers: Workers, chunk: Any) -> None:
-        self.chunk = chunk
-        self.future: Future[Any] | None = None
-        self.is_done = False
-        self._workers = workers
-
-    def result(self) -> Any:
-        """What ``function`` says; to be asked for once.
+    def result(self, job: Job) -> Any:
+        """The function of the job's chunk; to be asked for once.
 
         Raises:
-            ChildProcessError: a worker was killed.
+            WorkerKilledError: a worker was killed.
         """
-        self.is_done = True
-        chunk, self.chunk = self.chunk, None
-        if self.future is None:
-            return self._workers.own(chunk)
-        with _told():
-            return self.future.result()
+        chunk, job.chunk = job.chunk, None
+        if job.future is not None:
+            with _killed_workers_explained():
+                return job.future.result()
+        self._function = self._function or self._prepare(*self._arguments)
+        return self._function(chunk)
+
+    def _send(self, job: Job) -> None:
+        if self._executor is not None and job.chunk is not None:
+            with _killed_workers_explained():
+                job.future = self._executor.submit(_apply, job.chunk)
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _killed_workers_explained() -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool as error:
-        raise ChildProcessError(
+        raise WorkerKilledError(
             "a worker process was ended from outside, perhaps for want of memory; give fewer --workers, and the "
             "same command continues"
         ) from error
 
 
-_function: Work
+_function: Function
 
 
-def _start(parent: int, prepare: Callable[..., Work], arguments: tuple[Any, ...]) -> None:
-    """Readies a worker, which ends with its parent, whatever ends that."""
+def _start(parent: int, prepare: Callable[..., Function], arguments: tuple[Any, ...]) -> None:
+    """Make a worker ready, which ends with its parent, whatever ends that."""
     global _function
     end_with_parent(signal.SIGKILL, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us in order
@@ -137,5 +125,5 @@ def _start(parent: int, prepare: Callable[..., Work], arguments: tuple[Any, ...]
     _function = prepare(*arguments)
 
 
-def _run(chunk: Any) -> Any:
+def _apply(chunk: Any) -> Any:
     return _function(chunk)

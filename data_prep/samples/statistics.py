@@ -1,29 +1,23 @@
-"""What is worth knowing about training samples: lengths, anchors, and whatever is odd about them."""
+"""Statistics of training samples: lengths, anchors, and problems to warn of."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specforge_dspine.utils.invalid_row import InvalidRow
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-EXAMPLES = 5
-"""Places that a warning names."""
-
+FIGURES = ("tokens", "supervised tokens", "anchors")
+EXAMPLES = 5  # places that a warning names
 BINS = 12
-
-FEW_ANCHORS = 8
-"""Fewer make a sample hardly worth its capture."""
+FEW_ANCHORS = 8  # fewer make a sample hardly worth its capture
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One line of a samples file: S ids and a mask, and what is said of them."""
+    """One line of a samples file: S ids and a mask, and where they are from."""
 
     place: str
     input_ids: list[int]
@@ -33,14 +27,14 @@ class Sample:
     origin: str | None
 
     @property
-    def supervised(self) -> int:
-        """Tokens with mask 1."""
-        return sum(self.loss_mask)
-
-    @property
     def anchors(self) -> int:
         """Supervised tokens with a supervised one behind them."""
         return sum(a and b for a, b in pairwise(self.loss_mask))
+
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        """Tokens, supervised tokens, anchors."""
+        return len(self.input_ids), sum(self.loss_mask), self.anchors
 
 
 def read_sample(place: str, entry: Any) -> Sample:
@@ -53,13 +47,11 @@ def read_sample(place: str, entry: Any) -> Sample:
         raise entry
     if not isinstance(entry, dict):
         raise InvalidRow("not a JSON object", type(entry).__name__)
-    lists = [entry.get(name) for name in ("input_ids", "loss_mask")]
-    if any(values is None for values in lists):
+    ids, mask = entry.get("input_ids"), entry.get("loss_mask")
+    if ids is None or mask is None:
         raise InvalidRow("no input_ids or loss_mask", f"has {', '.join(sorted(entry))[:200]}")
-    ids, mask = lists
-    if not all(isinstance(values, list) and all(type(value) is int for value in values) for values in lists):
+    if not all(isinstance(values, list) and all(type(value) is int for value in values) for values in (ids, mask)):
         raise InvalidRow("ids are not lists of integers", "input_ids, loss_mask")
-    assert ids is not None and mask is not None
     if len(ids) != len(mask) or not ids:
         raise InvalidRow("ids and mask differ in length", f"{len(ids)} and {len(mask)}")
     if not set(mask) <= {0, 1}:
@@ -73,52 +65,35 @@ def read_sample(place: str, entry: Any) -> Sample:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of the target's vocabulary: V rows, and ids with a role."""
+class TargetVocabulary:
+    """A target's vocabulary of size V, and the ids with a role; ``marker_ids`` are written by the template alone."""
 
-    rows: int
+    size: int
     end_ids: frozenset[int]
     pad_id: int | None
     mask_id: int | None
-    opening_ids: frozenset[int]
-    fingerprint: str
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        rows: int,
-        end_ids: frozenset[int],
-        mask_id: int | None,
-        fingerprint: str,
-    ) -> Known:
-        """``opening_ids`` are special tokens that no answer ends with: the template writes them."""
-        pad = tokenizer.pad_token_id
-        special = frozenset(tokenizer.all_special_ids) - end_ids
-        return cls(rows, end_ids, None if pad in end_ids else pad, mask_id, special, fingerprint)
+    marker_ids: frozenset[int]
 
 
 @dataclass
-class Findings:
-    """Counts over all samples; :attr:`warnings` by kind, with how many and the first places."""
+class SampleStatistics:
+    """Counts over all samples; ``warnings`` holds the first places of each problem, ``counts`` how many there are."""
 
-    known: Known
+    vocabulary: TargetVocabulary
+    target: str  # its fingerprint
     samples: int = 0
-    lengths: list[int] = field(default_factory=list)
-    supervised: list[int] = field(default_factory=list)
-    anchors: list[int] = field(default_factory=list)
+    series: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in FIGURES})
     origins: Counter[str] = field(default_factory=Counter)
     finishes: Counter[str] = field(default_factory=Counter)
     warnings: dict[str, list[str]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, sample: Sample) -> None:
-        """Looks at one more sample."""
+        """Count one more sample."""
         problems = self.problems(sample)  # first: if it fails, nothing was counted
         self.samples += 1
-        self.lengths.append(len(sample.input_ids))
-        self.supervised.append(sample.supervised)
-        self.anchors.append(sample.anchors)
+        for values, value in zip(self.series.values(), sample.figures, strict=True):
+            values.append(value)
         self.origins[sample.origin or "unknown"] += 1
         self.finishes[sample.finish or "unknown"] += 1
         for problem in problems:
@@ -128,24 +103,24 @@ class Findings:
                 places.append(sample.place)
 
     def problems(self, sample: Sample) -> list[str]:
-        """Everything odd about a sample, in words that are the same for each of its kind."""
-        known = self.known
-        taught = [token for token, mask in zip(sample.input_ids, sample.loss_mask, strict=True) if mask]
+        """All problems of a sample, each kind in the same words."""
+        vocabulary, ids, mask = self.vocabulary, sample.input_ids, sample.loss_mask
+        supervised = [token for token, is_supervised in zip(ids, mask, strict=True) if is_supervised]
         found = {
-            "no supervised token": not taught,
-            "no anchor: no two supervised tokens in a row": bool(taught) and not sample.anchors,
+            "no supervised token": not supervised,
+            "no anchor: no two supervised tokens in a row": bool(supervised) and not sample.anchors,
             f"fewer than {FEW_ANCHORS} anchors": 0 < sample.anchors < FEW_ANCHORS,
-            "the mask covers the prompt": _covers_prompt(sample),
-            "everything is supervised, there is no prompt": all(sample.loss_mask),
-            "the answer is not from this target": sample.origin != known.fingerprint,
-            "ids outside of the vocabulary": not 0 <= min(sample.input_ids) <= max(sample.input_ids) < known.rows,
-            "the mask token occurs": known.mask_id is not None and known.mask_id in sample.input_ids,
-            "padding is supervised": known.pad_id is not None and known.pad_id in taught,
-            "the template's markers are supervised": not known.opening_ids.isdisjoint(taught),
-            "an end token is supervised before the answer ends": not known.end_ids.isdisjoint(taught[:-1]),
+            "the mask covers the prompt": sample.prompt_tokens is not None and any(mask[: sample.prompt_tokens]),
+            "everything is supervised, there is no prompt": all(mask),
+            "the response is not from this target": sample.origin != self.target,
+            "ids outside of the vocabulary": not 0 <= min(ids) <= max(ids) < vocabulary.size,
+            "the mask token occurs": vocabulary.mask_id is not None and vocabulary.mask_id in ids,
+            "padding is supervised": vocabulary.pad_id is not None and vocabulary.pad_id in supervised,
+            "the template's markers are supervised": not vocabulary.marker_ids.isdisjoint(supervised),
+            "an end token is supervised before the response ends": not vocabulary.end_ids.isdisjoint(supervised[:-1]),
             "ends by itself, but its end is not supervised": sample.finish == "stop"
-            and bool(taught)
-            and taught[-1] not in known.end_ids,
+            and bool(supervised)
+            and supervised[-1] not in vocabulary.end_ids,
         }
         return [problem for problem, is_so in found.items() if is_so]
 
@@ -153,29 +128,18 @@ class Findings:
         """The figures as JSON values."""
         return {
             "samples": self.samples,
-            "tokens": sum(self.lengths),
-            "supervised_tokens": sum(self.supervised),
-            "anchors": sum(self.anchors),
+            **{name.replace(" ", "_"): sum(values) for name, values in self.series.items()},
             "origins": dict(self.origins),
             "finishes": dict(self.finishes),
-            "histograms": {name: histogram(values) for name, values in self.series().items()},
-            "warnings": {problem: self.counts[problem] for problem in self.warnings},
+            "histograms": {name: histogram(values) for name, values in self.series.items()},
+            "warnings": dict(self.counts),
         }
-
-    def series(self) -> dict[str, list[int]]:
-        """What histograms are drawn of, by name."""
-        return {"tokens": self.lengths, "supervised tokens": self.supervised, "anchors": self.anchors}
 
 
 def histogram(values: list[int]) -> list[tuple[int, int, int]]:
-    """Ranges from–to and how many values lie in each, ends included."""
+    """Ranges from–to, ends included, and how many values lie in each."""
     low, high = min(values), max(values)
     width = max(1, -(-(high - low + 1) // BINS))
     counts = Counter((value - low) // width for value in values)
     last = (high - low) // width
     return [(low + k * width, low + (k + 1) * width - 1, counts[k]) for k in range(last + 1)]
-
-
-def _covers_prompt(sample: Sample) -> bool:
-    prompt = sample.prompt_tokens
-    return prompt is not None and any(sample.loss_mask[:prompt])

@@ -23,7 +23,7 @@ from specforge_dspine.evaluation.benchmarks import EvaluationSet, Prompt
 from specforge_dspine.evaluation.loading import TargetVerifier
 from specforge_dspine.evaluation.options import EvaluateOptions
 from specforge_dspine.streaming.record import read_record
-from specforge_dspine.utils.chat_template import Message, answer_text, prompt_ids, unfinished_reasoning
+from specforge_dspine.utils.chat_template import Message, prompt_ids, response_text, unfinished_reasoning
 from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.ledger import Ledger
@@ -136,7 +136,7 @@ class EvaluationRunner:
             trace = Trace.from_json(record["trace"])
             if unfinished_reasoning(self.tokenizer, trace.ids[: trace.prompt], trace.response):
                 return {"skipped": "an earlier response was cut off while thinking"}
-            history.append({"role": "assistant", "content": answer_text(self.tokenizer, trace.response)})
+            history.append({"role": "assistant", "content": response_text(self.tokenizer, trace.response)})
         history.append({"role": "user", "content": job.prompt.turns[job.turn]})
         prompt = prompt_ids(self.tokenizer, history, enable_thinking=self.options.enable_thinking)
         return self._decode_live(job, prompt)

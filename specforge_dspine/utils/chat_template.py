@@ -1,10 +1,9 @@
-"""From messages to token ids and back: exactly what a served target reads and writes, nothing else.
+"""Messages as token ids and back: exactly what a served target reads and writes, nothing else.
 
-A chat template may render the same turn differently later on (Qwen3's drops the reasoning of earlier
-turns), so there is no one token sequence of a whole chat that a server ever saw. Hence one training sample
-per answer: the prompt ids that were sent, followed by the ids that came back, never encoded again. Only
-the latter are supervised; whatever the template writes belongs to the prompt (SpecForge#296: an empty
-``<think></think>`` that the template adds was trained on).
+A chat template may render the same turn differently later on (Qwen3's drops the reasoning of earlier turns), so there
+is no one token sequence of a whole chat that a server ever saw. Hence one training sample per response: the prompt
+ids that were sent, then the ids that came back, never encoded again. Only the latter are supervised. Whatever the
+template writes belongs to the prompt (SpecForge#296: an empty ``<think></think>`` that it adds was trained on).
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 """``{"role": "system" | "user" | "assistant", "content": str}``; an assistant's may have ``"reasoning_content"``."""
 THINKING = {"on": True, "off": False, "none": None}
-"""What commands call a template's switch; none leaves its default."""
+"""A template's switch, by the words of the command line; none leaves its default."""
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 OPENING_TOKENS = 16
 """So many of a prompt's last tokens show whether it opens the reasoning itself."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None) -> None:
-    """Refuses a tokenizer without chat template, and a thinking switch that its template does not know.
+    """Refuse a tokenizer without chat template, and a thinking switch that its template does not know.
 
     Raises:
-        ValueError: says what to set instead.
+        ValueError: the message says what to set instead.
     """
     if not tokenizer.chat_template:
         raise ValueError("the target's tokenizer has no chat template; use an instruction-tuned target")
@@ -49,7 +48,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | N
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, history: Sequence[Message], *, enable_thinking: bool | None
 ) -> list[int]:
-    """The ids a server would read for ``history`` (ending with a user turn), with the opening of an answer.
+    """The ids a server would read for ``history`` (ending with a user turn), with the opening of a response.
 
     ``enable_thinking`` None leaves the template's own default; with False, Qwen3's template closes an
     empty reasoning block here, in the prompt.
@@ -61,7 +60,7 @@ def prompt_ids(
     if not history or history[-1]["role"] != "user":
         raise ValueError(f"a prompt must end with a user turn, not with {history[-1:]}")
     switch: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    with refusals():
+    with template_errors():
         ids = tokenizer.apply_chat_template(
             list(history), add_generation_prompt=True, tokenize=True, return_dict=False, **switch
         )
@@ -69,8 +68,8 @@ def prompt_ids(
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Around a rendering: templates raise for roles, orders or a system message that they do not know.
+def template_errors() -> Iterator[None]:
+    """Around a rendering: templates refuse roles, orders or a system message that they do not know.
 
     Raises:
         InvalidRow: with the template's words.
@@ -83,25 +82,25 @@ def refusals() -> Iterator[None]:
         raise InvalidRow("the template refuses these turns", str(error)) from error
 
 
-def answer_text(tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int]) -> str:
-    """An answer as a chat client would put it into the history: without end or other special tokens."""
+def response_text(tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int]) -> str:
+    """A response as a chat client would put it into the history: without end or other special tokens."""
     text = tokenizer.decode(list(output_ids), skip_special_tokens=True)
     assert isinstance(text, str)  # a list only for a batch
     return text
 
 
 def unfinished_reasoning(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], output: Sequence[int]) -> bool:
-    """Whether an answer was cut off while the target was still thinking, so that it answers nothing.
+    """Whether a response was cut off while the target was still thinking, so that it answers nothing.
 
-    Some templates open the reasoning at the end of the prompt, and then the answer holds no opening of its own.
+    Some templates open the reasoning at the end of the prompt, and then the response holds no opening of its own.
     """
-    opening, said = (tokenizer.decode(list(ids)) for ids in (prompt[-OPENING_TOKENS:], output))
-    assert isinstance(opening, str) and isinstance(said, str)  # lists only for a batch
-    return (THINK_OPEN in said or opening.rstrip().endswith(THINK_OPEN)) and THINK_CLOSE not in said
+    opening, text = (tokenizer.decode(list(ids)) for ids in (prompt[-OPENING_TOKENS:], output))
+    assert isinstance(opening, str) and isinstance(text, str)  # lists only for a batch
+    return (THINK_OPEN in text or opening.rstrip().endswith(THINK_OPEN)) and THINK_CLOSE not in text
 
 
 def split_reasoning(content: str) -> tuple[str, str]:
-    """An answer's reasoning and the rest of it, as Qwen3's template tells them apart."""
+    """A response's reasoning and the rest of it, as Qwen3's template tells them apart."""
     before, closed, after = content.rpartition(THINK_CLOSE)
     if not closed:
         return "", content
@@ -110,10 +109,10 @@ def split_reasoning(content: str) -> tuple[str, str]:
 
 TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    "generation_config.json",  # which tokens end an answer
+    "generation_config.json",  # which tokens end a response
 )
 RENDERERS = ("transformers", "tokenizers", "jinja2")
-"""Packages that make token ids of messages."""
+"""Packages that turn messages into token ids."""
 SHORT = 16
 """Digits of a hash that are enough; of the target's, those that go into each record."""
 
@@ -133,7 +132,7 @@ def tokenizer_identity(target: Path, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def end_ids(target: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the tokens that end an answer: the tokenizer's, and those of the generation config."""
+    """Ids of the tokens that end a response: the tokenizer's, and those of the generation config."""
     from transformers import GenerationConfig
 
     ids = [tokenizer.eos_token_id]

@@ -186,30 +186,7 @@ def setup_logging() -> None:
     rank = int(os.environ.get("RANK", "0") or 0)
     handler = logging.StreamHandler()  # a new one at each call: tests replace sys.stderr
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
-    for name in ("specforge_dspine", "data_prep"):
+    for name in ("specforge_dspine", "data_prep", "__main__"):  # the last is a command's own module
         package = logging.getLogger(name)
         package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         package.handlers, package.propagate = [handler], False
-
-
-def positive(text: str) -> int:
-    """An integer from 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: at least 1")
-    return value
-
-
-def run(
-    made: argparse.ArgumentParser, work: Callable[[argparse.Namespace], str], arguments: Sequence[str] | None
-) -> None:
-    """Parses, works, and prints the sentence that comes back; errors that a user can fix end it with a message."""
-    options = made.parse_args(arguments)
-    try:
-        with signals_as_exceptions():
-            print(work(options))
-    except Interrupted as signal:
-        print(f"stopped by {signal}; the same command continues", file=sys.stderr)
-        sys.exit(128 + signal.signum)
-    except (ValueError, OSError) as error:  # LedgerError and ConnectionError among them
-        sys.exit(f"error: {error}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class InvalidRow(ValueError):
-    """An entry that cannot be used.
+    """A row that cannot be used.
 
     Attributes:
-        reason: the kind of oddity, the same words for each of its kind.
-        detail: where in the entry, the value, and what to do.
+        reason: the kind of problem, the same words for each of its kind.
+        detail: where in the row, the value, and what to do.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

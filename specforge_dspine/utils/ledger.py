@@ -1,6 +1,6 @@
-"""The output of a long job: it survives a kill, is never half there, and is never taken for another job's.
+"""The output of a long job, which survives a kill, is never half there, and is never mistaken for another job's.
 
-Until a job is done its rows are in one SQLite file, ``OUTPUT.partial``, together with how far it has come: what was
+Until a job is done its rows are in one SQLite file, ``OUTPUT.partial``, together with how far it has come. What was
 committed is there after a kill, and nothing else is. Then ``OUTPUT.dropped.jsonl``, further outputs and ``OUTPUT``
 appear, each whole, and last of all ``OUTPUT.summary.json``: every input that they depend on, the rows counted, and a
 hash of each file. Rows that came in are rows kept and rows dropped, or the job does not end. What a job replaces
@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from specforge_dspine.utils.files import atomic_write, file_sha256, to_line
+from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.files import as_json, atomic_write, file_sha256, to_line
 
 SHOWN_CHANGES = 3
 """Inputs that a message names; the others are counted."""
@@ -52,7 +53,7 @@ PRAGMA cache_size = -65536;
 
 
 class LedgerError(ValueError):
-    """The output belongs to another job, or cannot be written; the message says what to do."""
+    """The output belongs to another job, or must not be written; the message says what to do."""
 
 
 class InputsChangedError(LedgerError):
@@ -65,6 +66,10 @@ class DamagedLedgerError(LedgerError):
 
 class OutputBusyError(LedgerError):
     """Somebody works on this output now."""
+
+
+class LedgerWriteError(RunError):
+    """The disk does not take the rows, or the files; the same command continues once it does."""
 
 
 class Ledger:
@@ -92,7 +97,7 @@ class Ledger:
     ) -> None:
         self.outputs = list(outputs)
         self.output = self.outputs[0]
-        self._inputs = json.loads(json.dumps({"command": command, **inputs}))  # tuples become lists, as in the file
+        self._inputs = as_json({"command": command, **inputs})
         self.summary_path = _beside(self.output, "summary.json")
         self.dropped_path = _beside(self.output, "dropped.jsonl")
         self._partial_path = _beside(self.output, "partial")
@@ -103,7 +108,7 @@ class Ledger:
 
     @property
     def db(self) -> sqlite3.Connection:
-        """Where the rows are, inside of the context; an index of the job's own may be there too."""
+        """The database of the rows, inside of the context; an index of the job's own may be there too."""
         assert self._db is not None, "for use inside of the context"
         return self._db
 
@@ -111,7 +116,7 @@ class Ledger:
         """Whether the outputs are the whole result of these inputs.
 
         Raises:
-            LedgerError: they are from other inputs (the message says which), or changed since, or foreign.
+            LedgerError: they are from other inputs (the message says which), or changed since, or not from a ledger.
         """
         if self.overwrite:
             return False
@@ -169,7 +174,7 @@ class Ledger:
             written[real] = path
 
     def __enter__(self) -> Ledger:
-        """Opens what an earlier run left, or begins.
+        """Open what an earlier run left, or begin.
 
         Raises:
             LedgerError: another process works on it, it is from other inputs, or it is damaged.
@@ -204,35 +209,36 @@ class Ledger:
         self.db.close()  # what was not committed is rolled back
         self._db = None
         if isinstance(error, sqlite3.Error):
-            raise LedgerError(
+            raise LedgerWriteError(
                 f"{self._partial_path}: {error} (is the disk full, or a file size limit reached?). Nothing of what "
                 "was committed is lost: make room, and the same command continues"
             ) from error
 
     def keep(self, line: bytes, *, output: int = 0, place: int | None = None, key: int | None = None) -> None:
-        """A line for the output of that number; in the order of ``place``, by default as they come.
+        """Keep a line for the output of that number; in the order of ``place``, by default as they come.
 
-        ``key`` is 64 bits by which a continued job can know the row.
+        ``key`` is 64 bits by which a continued job can recognize the row.
         """
-        self.db.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", (place, output, _signed(key), line))
+        signed = key - (1 << 64) if key is not None and key >= 1 << 63 else key  # as SQLite's integers are
+        self.db.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", (place, output, signed, line))
 
     def drop(self, file: str, line: int | None, reason: str, detail: str, **more: Any) -> None:
-        """A row that is left out: where it is and why. ``place`` in ``more`` orders it."""
+        """Note a row that is left out: where it is and why. ``place`` in ``more`` orders it."""
         place = more.pop("place", None)
         row = {"file": file, "line": line, "reason": reason, "detail": detail, **more}
         self.db.execute("INSERT INTO dropped VALUES (?, ?, ?)", (place, reason, to_line(row)))
 
     def fact(self, name: str) -> Any:
-        """What :meth:`set_fact` noted, in an earlier run too; None if nothing."""
+        """The value that ``set_fact`` noted, in an earlier run too; None if none."""
         row = self.db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return None if row is None else json.loads(row[0])
 
     def set_fact(self, name: str, value: Any) -> None:
-        """Notes a JSON value, as much and as little lasting as the rows beside it."""
+        """Note a JSON value, which lasts as the rows beside it do."""
         self.db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value)))
 
     def commit(self) -> None:
-        """Everything up to here stays, whatever happens."""
+        """Make everything up to here last, whatever happens."""
         self.db.execute("COMMIT")
         self.db.execute("BEGIN")
 
@@ -241,7 +247,7 @@ class Ledger:
         return (json.loads(line) for (line,) in self.db.execute("SELECT line FROM kept ORDER BY place"))
 
     def ended(self) -> dict[str, Any] | None:
-        """The arguments of a :meth:`finish` that could not write its files: all rows are there, none is to come."""
+        """The arguments of a ``finish`` that could not write its files: all rows are there, none is to come."""
         found = self.fact(ENDED)
         return found if found is None else dict(found)
 
@@ -257,12 +263,12 @@ class Ledger:
         return "; ".join(f"{number} × {reason}" for reason, number in dropped.items()) or "the input is empty"
 
     def finish(self, rows_in: int, facts: Mapping[str, Any], *, rows_kept: int | None = None) -> dict[str, Any]:
-        """Writes the final files and returns the summary; ``facts`` go into it.
+        """Write the final files and return the summary; ``facts`` go into it.
 
         ``rows_kept`` is for outputs that are no rows.
 
         Raises:
-            LedgerError: a file cannot be written.
+            LedgerWriteError: a file cannot be written.
             RuntimeError: rows were lost on the way: an error in this program.
         """
         kept, dropped = self.counts()
@@ -303,7 +309,7 @@ class Ledger:
                 _fill(self.summary_path, about, [text.encode()])
                 self.summary_path.unlink(missing_ok=True)  # from here on the old result is no longer whole
         except OSError as error:
-            raise LedgerError(
+            raise LedgerWriteError(
                 f"{error.filename or self.output}: {error.strerror or error}. The rows are safe in "
                 f"{self._partial_path}: make room, and the same command finishes the work"
             ) from error
@@ -343,20 +349,20 @@ class Ledger:
             if "not a database" in str(error):
                 raise DamagedLedgerError(f"{self._partial_path}: {error}; {self._advice}") from error
             raise LedgerError(
-                f"{self._partial_path}: {error} (no permission, no room, or damaged?). Mend that, and the same "
+                f"{self._partial_path}: {error} (no permission, no room, or damaged?). Fix that, and the same "
                 "command continues"
             ) from error
         return db
 
 
 def read_kept_keys(db: sqlite3.Connection) -> Iterator[int]:
-    """The keys of all rows kept so far, as they were given."""
+    """The keys of all rows kept so far."""
     for (key,) in db.execute("SELECT key FROM kept WHERE key IS NOT NULL"):
         yield key % (1 << 64)
 
 
 def _fill(path: Path, file: BinaryIO, lines: Iterable[bytes]) -> int:
-    """Writes ``lines`` for ``path``; returns how many there were."""
+    """Write ``lines`` for ``path``; returns how many there were."""
     number = 0
     try:
         for line in lines:
@@ -367,10 +373,6 @@ def _fill(path: Path, file: BinaryIO, lines: Iterable[bytes]) -> int:
         error.filename = error.filename or str(path)
         raise
     return number
-
-
-def _signed(key: int | None) -> int | None:
-    return None if key is None else key - (1 << 64) if key >= 1 << 63 else key
 
 
 def _beside(output: Path, suffix: str) -> Path:

@@ -1,4 +1,4 @@
-"""Inspecting samples: masks in color, histograms, anchors, and a warning for everything odd."""
+"""Inspecting samples: masks in color, histograms, anchors, and a warning for every problem."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from data_prep import inspect
-from data_prep.samples.statistics import Findings, Known, Sample, histogram, read_sample
+from data_prep.samples.statistics import Sample, SampleStatistics, TargetVocabulary, histogram, read_sample
 from specforge_dspine.utils.chat_template import SHORT
 from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.invalid_row import InvalidRow
+from tests.support.commands import refuse, succeed
 from tests.support.small import ENTRIES, save_tokenizer
 from tests.support.targets import EOS, VOCAB, build_llama
 
-KNOWN = Known(VOCAB, frozenset({EOS}), 0, ENTRIES, frozenset({1}), "mine")
+VOCABULARY = TargetVocabulary(VOCAB, frozenset({EOS}), 0, ENTRIES, frozenset({1}))
 
 
 def sample(ids: list[int], mask: list[int], **changed: Any) -> Sample:
@@ -37,21 +38,21 @@ GOOD = sample([5, 6, *range(10, 20), EOS], [0, 0] + [1] * 11)
         ({"loss_mask": [0] * 8 + [1] * 5}, ["fewer than 8 anchors"]),
         ({"loss_mask": [0] + [1] * 12}, ["the mask covers the prompt"]),
         ({"loss_mask": [1] * 13}, ["the mask covers the prompt", "everything is supervised, there is no prompt"]),
-        ({"origin": "elsewhere"}, ["the answer is not from this target"]),
-        ({"origin": None}, ["the answer is not from this target"]),
+        ({"origin": "dataset"}, ["the response is not from this target"]),
+        ({"origin": None}, ["the response is not from this target"]),
         ({"input_ids": [VOCAB, *GOOD.input_ids[1:]]}, ["ids outside of the vocabulary"]),
         ({"input_ids": [-1, *GOOD.input_ids[1:]]}, ["ids outside of the vocabulary"]),
         ({"input_ids": [ENTRIES, *GOOD.input_ids[1:]]}, ["the mask token occurs"]),
         ({"input_ids": [5, 6, 0, *range(11, 20), EOS]}, ["padding is supervised"]),
         ({"input_ids": [5, 6, 1, *range(11, 20), EOS]}, ["the template's markers are supervised"]),
-        ({"input_ids": [5, 6, EOS, *range(11, 20), EOS]}, ["an end token is supervised before the answer ends"]),
+        ({"input_ids": [5, 6, EOS, *range(11, 20), EOS]}, ["an end token is supervised before the response ends"]),
         ({"input_ids": [5, 6, *range(10, 21)]}, ["ends by itself, but its end is not supervised"]),
         ({"input_ids": [5, 6, *range(10, 21)], "finish": "length"}, []),
     ],
 )
-def test_everything_odd_is_warned_of(changed: dict[str, Any], problems: list[str]) -> None:
+def test_every_problem_is_warned_of(changed: dict[str, Any], problems: list[str]) -> None:
     looked_at = sample(**({"ids": GOOD.input_ids, "mask": GOOD.loss_mask} | _renamed(changed)))
-    assert Findings(KNOWN).problems(looked_at) == problems
+    assert SampleStatistics(VOCABULARY, "mine").problems(looked_at) == problems
 
 
 def _renamed(changed: dict[str, Any]) -> dict[str, Any]:
@@ -94,26 +95,26 @@ def test_the_command_shows_prints_and_writes(tmp_path: Path, capsys: pytest.Capt
     target = save_tokenizer(build_llama(tmp_path / "llama"))
     own = model_fingerprint(target)[:SHORT]
     row = {"input_ids": GOOD.input_ids, "loss_mask": GOOD.loss_mask, "prompt_tokens": 2, "finish": "stop"}
-    rows = [row | {"origin": own}, row | {"origin": "<elsewhere>"}, 5]
+    rows = [row | {"origin": own}, row | {"origin": "<dataset>"}, 5]
     samples = tmp_path / "samples.jsonl"
     samples.write_text("".join(json.dumps(each) + "\n" for each in rows))
     out = tmp_path / "page.html"
     command = ["--input", str(samples), "--output", str(out), "--target", str(target), "--show", "1"]
-    inspect.main(command)
+    succeed(inspect.main, command)
     shown = capsys.readouterr().out
     assert "w5 w6⟦w10 w11" in shown and "10 anchors" in shown
-    assert f"warning: 1 × the answer is not from this target ({samples}, line 2)" in shown
-    inspect.main([*command, "--colour", "--show", "2"])
+    assert f"warning: 1 × the response is not from this target ({samples}, line 2)" in shown
+    succeed(inspect.main, [*command, "--color", "--show", "2"])
     assert "\x1b[32mw10 w11" in capsys.readouterr().out, "looking again is no error"
     page = out.read_text()
-    assert "<b>w10 w11" in page and "&lt;elsewhere&gt;" in page and "<elsewhere>" not in page
+    assert '<span class="supervised">w10 w11' in page and "&lt;dataset&gt;" in page and "<dataset>" not in page
     summary = json.loads(Path(f"{out}.summary.json").read_text())
     assert (summary["rows_in"], summary["rows_kept"], summary["anchors"]) == (3, 2, 20)
     assert summary["rows_dropped"] == {"not a JSON object": 1}
-    assert summary["warnings"] == {"the answer is not from this target": 1}
+    assert summary["warnings"] == {"the response is not from this target": 1}
 
 
-def test_odd_samples_are_shown_and_cannot_steer_the_terminal(
+def test_invalid_samples_are_shown_and_cannot_steer_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = save_tokenizer(build_llama(tmp_path / "llama"))
@@ -121,17 +122,16 @@ def test_odd_samples_are_shown_and_cannot_steer_the_terminal(
     tokenizer.add_tokens(["\x1b[31mred\x9b\u202e"])
     tokenizer.save_pretrained(target)
     row = {"input_ids": GOOD.input_ids, "loss_mask": GOOD.loss_mask, "prompt_tokens": 2}
-    odd = [row | {"input_ids": [token, *GOOD.input_ids[1:]]} for token in (-1, 2**40, VOCAB, len(tokenizer) - 1)]
+    invalid = [row | {"input_ids": [token, *GOOD.input_ids[1:]]} for token in (-1, 2**40, VOCAB, len(tokenizer) - 1)]
     samples = tmp_path / "samples.jsonl"
     samples.write_text(
-        "".join(json.dumps(each | {"origin": "\x1b[2J"}) + "\n" for each in [*odd, row | {"finish": 5}])
+        "".join(json.dumps(each | {"origin": "\x1b[2J"}) + "\n" for each in [*invalid, row | {"finish": 5}])
     )
     out = tmp_path / "page.html"
     Path(f"{out}.summary.json").write_text("{}")
     command = ["--input", str(samples), "--output", str(out), "--target", str(target)]
-    with pytest.raises(SystemExit, match=r"summary\.json is not from here"):
-        inspect.main(command)
-    inspect.main([*command, "--overwrite"])
+    refuse(inspect.main, command, r"summary\.json is not from here")
+    succeed(inspect.main, [*command, "--overwrite"])
     shown = capsys.readouterr().out
     assert "<-1?>" in shown and f"<{2**40}?>" in shown and f"<{VOCAB}?>" in shown
     assert "warning: 3 × ids outside of the vocabulary" in shown

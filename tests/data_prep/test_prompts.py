@@ -1,4 +1,4 @@
-"""Choosing prompts: deterministic, disjoint, no row lost, and every odd one named with its line and reason."""
+"""Selecting prompts: deterministic, disjoint, no row lost, and every invalid one named with its line and reason."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ from data_prep.cleaning.conversations import read_conversation, read_messages
 from data_prep.cleaning.exact_dedup import SeenKeys, normalized
 from data_prep.cleaning.near_dedup import signature
 from data_prep.prompts import main
+from data_prep.readers.json_array import REST_INVALID
 from specforge_dspine.utils.invalid_row import InvalidRow
 from tests.conftest import wait_for
 from tests.support import ROOT
-from tests.support.broken_file import ODD, SHAPES, bot, broken_file, user
+from tests.support.broken_file import INVALID, SHAPES, bot, broken_file, user
+from tests.support.commands import refuse, succeed
 
 
-def choose(out: Path, *inputs: object, **options: Any) -> list[dict[str, Any]]:
+def select(out: Path, *inputs: object, **options: Any) -> list[dict[str, Any]]:
     """Runs the command with ``out`` as its output, and returns the rows of that."""
-    words = [f"--{name.replace('_', '-')}" if value is True else (name, value) for name, value in options.items()]
-    main(["--input", *map(str, inputs), "--output", str(out), *_flat(words)])
+    succeed(main, words(out, *inputs, **options))
     return rows(out)
 
 
-def _flat(words: list[Any]) -> list[str]:
-    result: list[str] = []
-    for word in words:
-        if isinstance(word, str):
-            result.append(word)
-        else:
-            name, value = word
-            result += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+def words(out: Path, *inputs: object, **options: Any) -> list[str]:
+    """The command line."""
+    result = ["--input", *map(str, inputs), "--output", str(out)]
+    for name, value in options.items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        result += [f"--{name.replace('_', '-')}", *map(str, values)]
     return result
 
 
@@ -69,8 +68,8 @@ def asked(chosen: list[dict[str, Any]]) -> list[str]:
     return [row["messages"][0]["content"] for row in chosen]
 
 
-@pytest.mark.parametrize(("entry", "reason"), ODD)
-def test_odd_conversations_are_named(entry: Any, reason: str) -> None:
+@pytest.mark.parametrize(("entry", "reason"), INVALID)
+def test_invalid_conversations_are_named(entry: Any, reason: str) -> None:
     # SpecForge#482, #221
     with pytest.raises(InvalidRow) as caught:
         read_messages(entry)
@@ -93,7 +92,7 @@ def test_every_shape_is_read() -> None:
     assert read_conversation({"text": llama}) == [{"role": "user", "content": "Why?"}]
 
 
-def test_reasoning_is_told_from_the_answer() -> None:
+def test_reasoning_is_told_from_the_response() -> None:
     expected = {"role": "assistant", "content": "Four.", "reasoning_content": "Add."}
     for answer in (
         {"role": "assistant", "content": "<think>\nAdd.\n</think>\n\nFour."},
@@ -115,7 +114,7 @@ def test_a_mixed_and_broken_file_comes_out_as_its_writer_says(tmp_path: Path, wo
     made = broken_file(10_000, seed=5, as_array=as_array)
     path = made.write_array(tmp_path / name) if as_array else made.write(tmp_path / name)
     out = tmp_path / "out.jsonl"
-    kept = choose(out, path, workers=workers)
+    kept = select(out, path, workers=workers)
     assert dropped(out) == made.dropped and len(made.dropped) > 2500
     assert [row["line"] for row in kept] == made.kept and len(made.kept) > 6000
     figures = summary(out)
@@ -123,6 +122,7 @@ def test_a_mixed_and_broken_file_comes_out_as_its_writer_says(tmp_path: Path, wo
     assert figures["rows_kept"] == len(made.kept)
     assert len({row["id"] for row in kept}) == len(kept)
     details = {row["reason"]: row["detail"] for row in rows(Path(f"{out}.dropped.jsonl"))}
+    assert ("nothing behind it was read" in details.get(REST_INVALID, "")) == as_array
     assert "byte" in details["not UTF-8"] or "surrogate" in details["not UTF-8"]
     assert {row["file"] for row in rows(Path(f"{out}.dropped.jsonl"))} == {str(path)}
 
@@ -133,7 +133,7 @@ def test_one_bad_file_among_many_is_named_and_the_others_are_read(tmp_path: Path
     write(folder / "a.jsonl", {"prompt": "a"})
     (folder / "b.parquet").write_text("no parquet")
     write(folder / "c.jsonl", {"prompt": "c"})
-    assert asked(choose(tmp_path / "out.jsonl", folder)) == ["a", "c"]
+    assert asked(select(tmp_path / "out.jsonl", folder)) == ["a", "c"]
     (bad,) = rows(tmp_path / "out.jsonl.dropped.jsonl")
     assert (bad["file"], bad["line"], bad["reason"]) == (str(folder / "b.parquet"), None, "the file cannot be read")
     assert "repair the file" in bad["detail"]
@@ -142,32 +142,27 @@ def test_one_bad_file_among_many_is_named_and_the_others_are_read(tmp_path: Path
 def test_a_name_that_is_not_utf8_is_written_out(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    write(folder / os.fsdecode(b"caf\xe9.jsonl"), {"prompt": "a"}, 5)
-    (kept,) = choose(tmp_path / "out.jsonl", folder)
+    write(folder / os.fsdecode(b"\xe9t\xe9.jsonl"), {"prompt": "a"}, 5)
+    (kept,) = select(tmp_path / "out.jsonl", folder)
     (bad,) = rows(tmp_path / "out.jsonl.dropped.jsonl")
-    assert kept["source"] == bad["file"] == rf"{folder}/caf\xe9.jsonl" and bad["line"] == 2
+    assert kept["source"] == bad["file"] == rf"{folder}/\xe9t\xe9.jsonl" and bad["line"] == 2
 
 
 def test_other_inputs_are_refused_by_the_first_that_differ(tmp_path: Path) -> None:
     files = [write(tmp_path / f"{number}.jsonl", {"prompt": f"{number}"}) for number in range(20)]
     out = tmp_path / "out.jsonl"
-    choose(out, *files)
-    with pytest.raises(SystemExit) as ended:
-        choose(out, *files[::-1])
-    assert "files differ: number 1 was ['" in str(ended.value) and "and 17 more" in str(ended.value)
+    select(out, *files)
+    refuse(main, words(out, *files[::-1]), r"files differ: number 1 was \['.*and 17 more")
     one = tmp_path / "one.jsonl"
-    choose(one, files[0])
-    with pytest.raises(SystemExit, match="files was"):
-        choose(one, files[0], files[0])
+    select(one, files[0])
+    refuse(main, words(one, files[0], files[0]), "files was")
 
 
 AS_NOBODY = """
 import os, sys
 from data_prep import prompts
-from data_prep.pipeline.code_version import code_version
-code_version()  # while the modules' own files can be read
 os.setuid(65534)
-prompts.main()
+sys.exit(prompts.main())
 """
 
 
@@ -200,7 +195,7 @@ def test_files_without_permission_are_named(public: Path) -> None:
     assert details.keys() == {"data/b.jsonl", "data/c"}
     assert all("Permission denied; make it readable and run again" in detail for detail in details.values())
     refused = run("closed/out.jsonl")
-    assert refused.returncode == 1 and "error: " in refused.stderr and "Traceback" not in refused.stderr
+    assert refused.returncode == 2 and "error: " in refused.stderr and "Traceback" not in refused.stderr
     assert not list((public / "closed").iterdir())
 
 
@@ -210,14 +205,14 @@ def test_exact_duplicates_are_dropped_up_to_case_and_space(tmp_path: Path) -> No
         tmp_path / "a.jsonl", {"prompt": "Why?"}, {"prompt": " WHY? "}, system, {"data": ["Why?", "x", "And?"]}
     )
     out = tmp_path / "out.jsonl"
-    assert [row["line"] for row in choose(out, chats)] == [1, 3, 4]
+    assert [row["line"] for row in select(out, chats)] == [1, 3, 4]
     assert dropped(out) == [(2, "duplicate")]
 
 
 def test_the_same_words_in_other_roles_are_another_prompt(tmp_path: Path) -> None:
     system = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why?"}]}
     chats = write(tmp_path / "a.jsonl", system, {"data": ["Be kind.", "x", "Why?"]})
-    assert len({row["id"] for row in choose(tmp_path / "out.jsonl", chats)}) == 2
+    assert len({row["id"] for row in select(tmp_path / "out.jsonl", chats)}) == 2
 
 
 def test_exact_keys_take_at_most_sixteen_bytes_a_row() -> None:
@@ -242,7 +237,7 @@ def test_near_duplicates_are_dropped_and_the_index_is_on_disk(tmp_path: Path) ->
     other = "Please explain in simple words why the sky is blue in the day and why it turns red in the evening hours"
     chats = write(tmp_path / "a.jsonl", {"prompt": TEXT}, {"prompt": other}, {"prompt": f"{TEXT}, please"})
     out = tmp_path / "out.jsonl"
-    assert [row["line"] for row in choose(out, chats, near=0.7)] == [1, 2]
+    assert [row["line"] for row in select(out, chats, near=0.7)] == [1, 2]
     (near,) = rows(tmp_path / "out.jsonl.dropped.jsonl")
     assert near["reason"] == "near duplicate" and near["detail"].endswith(f"like {chats}, line 1")
     words = [set(normalized(text).split()) for text in (TEXT, other)]
@@ -250,14 +245,14 @@ def test_near_duplicates_are_dropped_and_the_index_is_on_disk(tmp_path: Path) ->
     first, second = (np.frombuffer(signature(text.lower()), np.uint32) for text in (TEXT, other))
     alike = (first == second).mean()
     assert alike < 0.1
-    assert len(choose(tmp_path / "all.jsonl", chats)) == 3
+    assert len(select(tmp_path / "all.jsonl", chats)) == 3
 
 
 @pytest.mark.parametrize("near", [0.05, 0.98, 0.99, 1])
 def test_every_similarity_works(tmp_path: Path, near: float) -> None:
     chats = write(tmp_path / "a.jsonl", {"prompt": TEXT}, {"data": [TEXT, "x", "🙂"]}, {"prompt": f"{TEXT}\n🙂"})
     out = tmp_path / "out.jsonl"
-    assert [row["line"] for row in choose(out, chats, near=near)] == ([1] if near < 0.9 else [1, 2])
+    assert [row["line"] for row in select(out, chats, near=near)] == ([1] if near < 0.9 else [1, 2])
     assert dropped(out)[-1] == (3, "near duplicate")
 
 
@@ -279,13 +274,13 @@ def test_texts_without_spaces_are_compared_too(tmp_path: Path) -> None:
         {"prompt": "🙂🙂"},
     )
     out = tmp_path / "out.jsonl"
-    assert [row["line"] for row in choose(out, chats, decontaminate=[own])] == [4, 5]
-    kept = choose(tmp_path / "symbols.out.jsonl", chats, decontaminate=[symbols])
+    assert [row["line"] for row in select(out, chats, decontaminate=[own])] == [4, 5]
+    kept = select(tmp_path / "symbols.out.jsonl", chats, decontaminate=[symbols])
     assert [row["line"] for row in kept] == [2, 3, 4, 5]
     close = write(tmp_path / "b.jsonl", {"prompt": CHINESE}, {"prompt": CHINESE.replace("最近", "近日")})
-    assert [row["line"] for row in choose(tmp_path / "near.jsonl", close, near=0.7)] == [1]
+    assert [row["line"] for row in select(tmp_path / "near.jsonl", close, near=0.7)] == [1]
     symbols = write(tmp_path / "c.jsonl", {"prompt": "🙂🙂"}, {"prompt": "🚀"}, {"prompt": "???"})
-    assert len(choose(tmp_path / "other.jsonl", symbols, near=0.8)) == 3
+    assert len(select(tmp_path / "other.jsonl", symbols, near=0.8)) == 3
 
 
 def test_heldout_prompts_are_on_one_side_only(tmp_path: Path) -> None:
@@ -293,7 +288,7 @@ def test_heldout_prompts_are_on_one_side_only(tmp_path: Path) -> None:
     later = [{"data": [f"Opening {number}", "x", f"question  {number}"]} for number in range(400)]
     files = [write(tmp_path / "a.jsonl", *prompts), write(tmp_path / "b.jsonl", *later)]
     heldout = tmp_path / "heldout.jsonl"
-    train = choose(tmp_path / "train.jsonl", *files, heldout=heldout, heldout_share=0.25)
+    train = select(tmp_path / "train.jsonl", *files, heldout=heldout, heldout_share=0.25)
     out = rows(heldout)
     assert 150 < len(out) < 250 and len(train) + len(out) + len(dropped(tmp_path / "train.jsonl")) == 800
     firsts = {normalized(text) for text in asked(out)}
@@ -302,7 +297,7 @@ def test_heldout_prompts_are_on_one_side_only(tmp_path: Path) -> None:
     assert {reason for _, reason in dropped(tmp_path / "train.jsonl")} == {"a later turn is a held-out prompt"}
     # The same prompts are held out of another file, in another order.
     again = tmp_path / "again.jsonl"
-    choose(tmp_path / "train2.jsonl", write(tmp_path / "c.jsonl", *prompts[::-1]), heldout=again, heldout_share=0.25)
+    select(tmp_path / "train2.jsonl", write(tmp_path / "c.jsonl", *prompts[::-1]), heldout=again, heldout_share=0.25)
     questions = {text for text in asked(out) if text.startswith("Q")}
     assert set(asked(rows(again))) == questions
 
@@ -318,7 +313,7 @@ def test_evaluation_sets_are_kept_out(tmp_path: Path) -> None:
     )
     own = write(tmp_path / "eval.jsonl", {"question": "The short one!"})
     out = tmp_path / "out.jsonl"
-    assert [row["line"] for row in choose(out, chats, decontaminate=["mt-bench", "human-eval", own])] == [2, 4]
+    assert [row["line"] for row in select(out, chats, decontaminate=["mt-bench", "human-eval", own])] == [2, 4]
     assert dropped(out) == [(1, "in an evaluation set"), (3, "in an evaluation set")]
     assert rows(tmp_path / "out.jsonl.dropped.jsonl")[0]["detail"].startswith("mt-bench, line ")
 
@@ -327,49 +322,47 @@ def test_filters_drop_what_they_are_asked_to(tmp_path: Path) -> None:
     german = "Wie schreibe ich einen freundlichen Brief an meinen Vermieter wegen der kaputten Heizung in der Küche?"
     chats = write(tmp_path / "a.jsonl", {"prompt": TEXT}, {"prompt": german}, {"prompt": "Hi"}, {"prompt": TEXT * 30})
     out = tmp_path / "out.jsonl"
-    assert [row["line"] for row in choose(out, chats, language=["en"], max_chars=500)] == [1, 3]
+    assert [row["line"] for row in select(out, chats, language=["en"], max_chars=500)] == [1, 3]
     assert dropped(out) == [(2, "language"), (4, "length")]
-    assert [row["line"] for row in choose(tmp_path / "b.jsonl", chats, language=["de", "fr"], min_chars=3)] == [2]
+    assert [row["line"] for row in select(tmp_path / "b.jsonl", chats, language=["de", "fr"], min_chars=3)] == [2]
 
 
 def test_limits_end_the_reading_and_inputs_can_take_turns(tmp_path: Path) -> None:
     files = [
         write(tmp_path / f"{name}.jsonl", *({"prompt": f"{name}{number}"} for number in range(20))) for name in "ab"
     ]
-    assert asked(choose(tmp_path / "one.jsonl", *files, limit=5)) == ["a0", "a1", "a2", "a3", "a4"]
-    assert asked(choose(tmp_path / "two.jsonl", *files, limit=5, in_turn=True)) == ["a0", "b0", "a1", "b1", "a2"]
+    assert asked(select(tmp_path / "one.jsonl", *files, limit=5)) == ["a0", "a1", "a2", "a3", "a4"]
+    assert asked(select(tmp_path / "two.jsonl", *files, limit=5, interleave=True)) == ["a0", "b0", "a1", "b1", "a2"]
     assert summary(tmp_path / "two.jsonl")["rows_in"] == 5
-    assert len(choose(tmp_path / "all.jsonl", *files, in_turn=True)) == 40
-    packages = choose(tmp_path / "p.jsonl", "chatterbot", "reasoning-gym", limit=30, in_turn=True)
+    assert len(select(tmp_path / "all.jsonl", *files, interleave=True)) == 40
+    packages = select(tmp_path / "p.jsonl", "chatterbot", "reasoning-gym", limit=30, interleave=True)
     assert {row["source"].partition("/")[0] for row in packages} == {"chatterbot", "reasoning-gym"}
     out, heldout = tmp_path / "h.jsonl", tmp_path / "h2.jsonl"
-    choose(out, "reasoning-gym", limit=40, heldout=heldout, heldout_share=0.5, heldout_limit=10)
+    select(out, "reasoning-gym", limit=40, heldout=heldout, heldout_share=0.5, heldout_limit=10)
     assert (len(rows(out)), len(rows(heldout))) == (40, 10)
     assert summary(out)["rows_dropped"]["beyond the limit"] > 5
-    choose(tmp_path / "i.jsonl", "reasoning-gym", limit=20, heldout=tmp_path / "i2.jsonl", heldout_share=0.5)
+    select(tmp_path / "i.jsonl", "reasoning-gym", limit=20, heldout=tmp_path / "i2.jsonl", heldout_share=0.5)
     assert len(rows(tmp_path / "i.jsonl")) == 20, "the held-out rows without a limit do not go on for ever"
 
 
 def test_running_twice_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats, out = write(tmp_path / "a.jsonl", {"prompt": "a"}), tmp_path / "out.jsonl"
-    choose(out, chats)
+    select(out, chats)
     written = out.stat().st_mtime_ns
-    choose(out, chats)
+    select(out, chats)
     assert out.stat().st_mtime_ns == written and "is there already" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="max_turns was None and is now 2"):
-        choose(out, chats, max_turns=2)
+    refuse(main, words(out, chats, max_turns=2), "max_turns was None and is now 2")
     write(chats, {"prompt": "b"})
-    with pytest.raises(SystemExit, match=r"files was .*--overwrite"):
-        choose(out, chats)
-    assert asked(choose(out, chats, overwrite=True)) == ["b"]
+    refuse(main, words(out, chats), r"files was .*--overwrite")
+    assert asked(select(out, chats, overwrite=True)) == ["b"]
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_killed_and_continued_gives_the_same_files(tmp_path: Path, in_turn: bool) -> None:
+@pytest.mark.parametrize("interleave", [False, True])
+def test_killed_and_continued_gives_the_same_files(tmp_path: Path, interleave: bool) -> None:
     chats = tmp_path / "chats.json"
     write_chats(chats, 12)
     more = broken_file(3000, seed=1).write(tmp_path / "more.jsonl")
-    options = ["--heldout-share", "0.1", "--near", "0.9", *(["--in-turn"] if in_turn else [])]
+    options = ["--heldout-share", "0.1", "--near", "0.9", *(["--interleave"] if interleave else [])]
     command = [sys.executable, "-m", "data_prep.prompts", "--input", str(chats), str(more), *options]
 
     def run(folder: Path) -> subprocess.Popen[bytes]:
@@ -475,32 +468,30 @@ def test_workers_end_with_a_killed_command_and_a_killed_worker_is_told(tmp_path:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--heldout", "held.jsonl", "--heldout-share", "1"], "--heldout-share 1.0: from 0 to below 1"),
-        (["--near", "0"], "--near 0.0: a similarity"),
-        (["--near", "1.01"], "--near 1.01: a similarity"),
+        (["--heldout", "held.jsonl", "--heldout-share", "1"], "--heldout-share 1: input should be less than 1"),
+        (["--near", "0"], "--near 0: input should be greater than 0"),
+        (["--near", "1.01"], "--near 1.01: input should be less than or equal to 1"),
         (["--heldout-share", "0.1"], "name with --heldout where"),
         (["--heldout-limit", "5"], "name with --heldout where"),
-        (["--limit", "0"], "at least 1"),
+        (["--limit", "0"], "--limit 0: input should be greater than or equal to 1"),
         (["--decontaminate", "nowhere.jsonl"], "there is no such file"),
     ],
 )
-def test_bad_requests_say_what_would_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], problem: str
-) -> None:
+def test_bad_requests_say_what_would_work(tmp_path: Path, options: list[str], problem: str) -> None:
     chats = write(tmp_path / "a.jsonl", {"prompt": "a"})
-    with pytest.raises(SystemExit) as ended:
-        main(["--input", str(chats), "--output", str(tmp_path / "out.jsonl"), *options])
-    assert problem in f"{ended.value} {capsys.readouterr().err}"
+    refuse(main, [*words(tmp_path / "out.jsonl", chats), *options], problem)
     assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_nothing_usable_is_an_error_with_the_reasons(tmp_path: Path) -> None:
     chats = write(tmp_path / "a.jsonl", {"conversations": []}, 5)
-    with pytest.raises(SystemExit, match="not one prompt in 2 rows: 1 × empty conversation; 1 × not a JSON object"):
-        choose(tmp_path / "out.jsonl", chats)
+    refuse(
+        main,
+        words(tmp_path / "out.jsonl", chats),
+        "not one prompt in 2 rows: 1 × empty conversation; 1 × not a JSON object",
+    )
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(SystemExit, match="the input is empty"):
-        choose(tmp_path / "empty.jsonl", tmp_path / "a.jsonl")
+    refuse(main, words(tmp_path / "empty.jsonl", tmp_path / "a.jsonl"), "the input is empty")
 
 
 def test_no_input_is_overwritten(tmp_path: Path) -> None:
@@ -516,8 +507,7 @@ def test_no_input_is_overwritten(tmp_path: Path) -> None:
         (out, chats, {"heldout": f"{out}.dropped.jsonl"}, "name another file"),
         (folder / "out.jsonl", folder, {}, "all of which is read"),
     ):
-        with pytest.raises(SystemExit, match=problem):
-            choose(output, inputs, overwrite=True, **more)
+        refuse(main, words(output, inputs, overwrite=True, **more), problem)
     assert [asked_of(path) for path in (chats, own, folder / "c.jsonl")] == ["a", "b", "c"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "data", "eval.jsonl"]
 
@@ -534,6 +524,5 @@ def test_an_output_where_a_link_of_an_input_folder_leads_is_refused(tmp_path: Pa
     write(folder / "a.jsonl", {"prompt": "a"})
     write(other / "b.jsonl", {"prompt": "b"})
     for out in (other / "out.jsonl", folder / "link" / "out.jsonl"):
-        with pytest.raises(SystemExit, match="all of which is read"):
-            choose(out, folder)
-    assert asked(choose(tmp_path / "out.jsonl", folder)) == ["a", "b"]
+        refuse(main, words(out, folder), "all of which is read")
+    assert asked(select(tmp_path / "out.jsonl", folder)) == ["a", "b"]

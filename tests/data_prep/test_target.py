@@ -62,7 +62,7 @@ def test_the_mask_must_be_named_and_may_not_be_the_end(smollm2: Path) -> None:
     assert output_vocabulary(tokenizer, 49152, RESERVED) == ([RESERVED], 49152)
 
 
-def test_a_complete_directory_is_left_alone_and_a_foreign_one_too(smollm2: Path, tmp_path: Path) -> None:
+def test_a_complete_directory_is_left_alone_and_a_strange_one_too(smollm2: Path, tmp_path: Path) -> None:
     weights = smollm2 / "model.safetensors"
     before = weights.stat().st_mtime_ns
     assert target.build(smollm2) == smollm2

@@ -49,7 +49,7 @@ def smollm2_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_chat_target(name: str, path: Path) -> Path:
-    """The target "qwen3" or "smollm2", whose answers end by themselves now and then."""
+    """The target "qwen3" or "smollm2", whose responses end by themselves now and then."""
     torch.manual_seed(1)
     is_qwen = name == "qwen3"
     tokenizer = qwen3_chat_tokenizer() if is_qwen else smollm2_tokenizer()

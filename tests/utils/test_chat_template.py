@@ -1,4 +1,4 @@
-"""Rendering with Qwen3's own chat template: prompts are what a server reads, answers what it writes."""
+"""Rendering with Qwen3's own chat template: prompts are what a server reads, responses what it writes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specforge_dspine.utils.chat_template import (
-    answer_text,
     check_template,
     prompt_ids,
+    response_text,
     split_reasoning,
     unfinished_reasoning,
 )
@@ -51,11 +51,11 @@ def test_one_rendering_of_a_whole_chat_is_not_what_the_server_saw(qwen: PreTrain
         assert qwen(text, add_special_tokens=False).input_ids == ids
 
 
-def test_answers_enter_the_history_as_a_client_sees_them(qwen: PreTrainedTokenizerFast) -> None:
+def test_responses_enter_the_history_as_a_client_sees_them(qwen: PreTrainedTokenizerFast) -> None:
     reasoned = "<think>\nTwo and two.\n</think>\n\nIt is 4."
-    answer = answer_text(qwen, [*qwen(reasoned).input_ids, qwen.eos_token_id])
-    assert answer == reasoned
-    history = [CHAT[0], {"role": "assistant", "content": answer}, CHAT[2]]
+    response = response_text(qwen, [*qwen(reasoned).input_ids, qwen.eos_token_id])
+    assert response == reasoned
+    history = [CHAT[0], {"role": "assistant", "content": response}, CHAT[2]]
     rendered = qwen.decode(prompt_ids(qwen, history, enable_thinking=True))
     assert "It is 4.<|im_end|>" in rendered and "Two and two" not in rendered
 
@@ -75,10 +75,10 @@ ASSISTANT = "<|im_start|>user\n<think> about it<|im_end|>\n<|im_start|>assistant
         (f"{ASSISTANT}{EMPTY_REASONING}", "Yes", False),
     ],
 )
-def test_reasoning_cut_off_is_recognised(
+def test_reasoning_cut_off_is_recognized(
     qwen: PreTrainedTokenizerFast, prompt: str, text: str, unfinished: bool
 ) -> None:
-    # Thinking models' templates open <think> at the end of the prompt: then the answer holds no opening.
+    # Thinking models' templates open <think> at the end of the prompt: then the response holds no opening.
     assert unfinished_reasoning(qwen, qwen(prompt).input_ids, qwen(text).input_ids) is unfinished
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from data_prep.pipeline.command import perform
-from specforge_dspine.utils.ledger import Ledger, LedgerError, read_kept_keys
+from data_prep.pipeline.command import run_job
+from specforge_dspine.utils.ledger import Ledger, LedgerError, LedgerWriteError, read_kept_keys
 from tests.support import ROOT
 
 INPUTS = {"target": "abc", "max_length": 512, "thinking": None}
@@ -37,25 +37,25 @@ def keep(ledger: Ledger, *names: str) -> None:
 def finished(out: Path) -> Path:
     with open_ledger(out) as ledger:
         keep(ledger, "ü1", "ü2")
-        ledger.drop("file", 3, "odd", "very")
+        ledger.drop("file", 3, "invalid", "very")
         ledger.finish(3, {"fact": 7})
     return out
 
 
-def test_a_finished_job_is_recognised_and_complete(tmp_path: Path) -> None:
+def test_a_finished_job_is_recognized_and_complete(tmp_path: Path) -> None:
     out = finished(tmp_path / "deep" / "out.jsonl")
     assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["ü1", "ü2"]
     names = ["out.jsonl", "out.jsonl.dropped.jsonl", "out.jsonl.summary.json"]
     assert sorted(path.name for path in out.parent.iterdir()) == names
     summary = json.loads((out.parent / names[2]).read_text())
-    assert (summary["rows_in"], summary["rows_kept"], summary["rows_dropped"]) == (3, 2, {"odd": 1})
+    assert (summary["rows_in"], summary["rows_kept"], summary["rows_dropped"]) == (3, 2, {"invalid": 1})
     assert summary["fact"] == 7
     dropped = json.loads((out.parent / names[1]).read_text())
-    assert dropped == {"file": "file", "line": 3, "reason": "odd", "detail": "very"}
+    assert dropped == {"file": "file", "line": 3, "reason": "invalid", "detail": "very"}
     assert open_ledger(out).is_finished()
 
 
-@pytest.mark.parametrize("changed", [{"max_length": 256}, {"thinking": False}, {"target": "abd"}, {"new": 1}])
+@pytest.mark.parametrize("changed", [{"max_length": 256}, {"thinking": False}, {"target": "xyz"}, {"new": 1}])
 def test_every_changed_input_is_refused_by_name(tmp_path: Path, changed: dict[str, Any]) -> None:
     # Soup#1067: cached features were reused after the template, the length or the tokenizer had changed.
     out = finished(tmp_path / "out.jsonl")
@@ -78,7 +78,7 @@ def test_an_unfinished_job_with_other_inputs_is_refused_too(tmp_path: Path) -> N
         pass
 
 
-def test_foreign_and_altered_files_are_refused(tmp_path: Path) -> None:
+def test_unknown_and_altered_files_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
     with pytest.raises(LedgerError, match=r"without out\.jsonl\.summary\.json: not from here"):
@@ -90,7 +90,7 @@ def test_foreign_and_altered_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"inputs": {}}'])
-def test_a_foreign_summary_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_unknown_summary_is_refused(tmp_path: Path, content: str) -> None:
     out = tmp_path / "out.jsonl"
     Path(f"{out}.summary.json").write_text(content)
     assert not open_ledger(out).is_own()
@@ -115,8 +115,8 @@ def test_overwriting_keeps_the_old_result_and_continues_after_a_kill(tmp_path: P
     assert {name: (tmp_path / name).read_bytes() for name in old} == old
     partial_of(tmp_path / "out.jsonl.dropped.jsonl").symlink_to("/dev/full")
     atomic_write = Ledger([out], "test", INPUTS | {"target": "y"}, overwrite=True)
-    with atomic_write, pytest.raises(LedgerError, match="No space left"):
-        atomic_write.drop("file", 1, "odd", "")
+    with atomic_write, pytest.raises(LedgerWriteError, match="No space left"):
+        atomic_write.drop("file", 1, "invalid", "")
         atomic_write.finish(2, {})
     assert {name: (tmp_path / name).read_bytes() for name in old} == old, "a full disk costs nothing, either"
     with Ledger([out], "test", INPUTS | {"target": "y"}, overwrite=True) as ledger:
@@ -198,8 +198,8 @@ def test_a_full_disk_at_the_end_loses_nothing(tmp_path: Path, name: str) -> None
     partial_of(tmp_path / name).symlink_to("/dev/full")
     with open_ledger(out) as ledger:
         keep(ledger, *(str(number) for number in range(5000)))
-        with pytest.raises(LedgerError, match=r"No space left on device.*the same command finishes the work"):
-            ledger.drop("file", 1, "odd", "")
+        with pytest.raises(LedgerWriteError, match=r"No space left on device.*the same command finishes the work"):
+            ledger.drop("file", 1, "invalid", "")
             ledger.finish(5001, {})
     assert not open_ledger(out).is_finished()
     with open_ledger(out) as ledger:
@@ -248,7 +248,7 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
 
 
 def test_a_lost_table_is_not_hidden(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="no such table"), open_ledger(tmp_path / "out.jsonl"):
+    with pytest.raises(LedgerWriteError, match="no such table"), open_ledger(tmp_path / "out.jsonl"):
         raise sqlite3.OperationalError("no such table: bands")
 
 
@@ -266,10 +266,10 @@ def test_a_job_whose_files_could_not_be_written_finishes_without_its_rows_twice(
         return {"rows_in": 50}
 
     partial_of(tmp_path / "out").mkdir()
-    with pytest.raises(LedgerError, match="the same command finishes the work"):
-        perform(ledger, once)
+    with pytest.raises(LedgerWriteError, match="the same command finishes the work"):
+        run_job(ledger, once)
     partial_of(tmp_path / "out").rmdir()
-    assert perform(Ledger([out], command, {}), once).startswith("50 rows read, 50 kept")
+    assert run_job(Ledger([out], command, {}), once).startswith("50 rows read, 50 kept")
     assert work["calls"] == 1 and len(out.read_text().splitlines()) == 50
 
 

@@ -1,4 +1,4 @@
-"""Turns and rows of regeneration without SGLang: odd templates, open reasoning, servers that fail for a while."""
+"""Regeneration without SGLang: templates that refuse, open reasoning, servers that fail for a while."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.generation import server_pool as servers_module
-from data_prep.generation.server_pool import ATTEMPTS, Expected, RequestFailed, Servers
-from data_prep.generation.turns import Answered, Asked, Settings, Turns
+from data_prep.generation.responses import (
+    Conversation,
+    Conversations,
+    GenerationSettings,
+    ResponseGenerator,
+    TurnResult,
+)
+from data_prep.generation.server_pool import ATTEMPTS, RequestFailed, Requirements, ServerPool, ServersLostError
 from data_prep.readers.inputs import open_inputs
-from data_prep.regenerate import Rows
 from specforge_dspine.streaming.client import Completion
 from specforge_dspine.utils.ledger import Ledger
 from tests.support.chat_targets import SMOLLM2, smollm2_tokenizer
@@ -30,8 +35,8 @@ def said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-class Answers:
-    """Gives texts in turn, as ids."""
+class Script:
+    """Gives texts one after the other, as ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *texts: str) -> None:
         self.prompts: list[str] = []
@@ -45,50 +50,52 @@ class Answers:
         return Completion(list(ids), "stop" if text.endswith("<|im_end|>") else "length")
 
 
-def answered(template: str, messages: list[dict[str, str]], *texts: str) -> tuple[list[Answered], Answers]:
+def generated(template: str, messages: list[dict[str, str]], *texts: str) -> tuple[list[TurnResult], Script]:
     tokenizer = smollm2_tokenizer()
     tokenizer.chat_template = template
-    source = Answers(tokenizer, *texts)
-    turns = Turns(tokenizer, Settings(max_length=2000, dtype="float32"), "t", source)
-    found = list(turns.answer(Asked(0, "n", "s", "f", 1, messages)))
+    source = Script(tokenizer, *texts)
+    generator = ResponseGenerator(tokenizer, GenerationSettings(max_length=2000, dtype="float32"), "t", source)
+    found = list(generator.responses(Conversation(0, "n", "s", "f", 1, messages)))
     return [each for part in found for each in part], source
 
 
 def test_a_template_that_refuses_a_system_message_costs_the_turn() -> None:
     chat = [said("system", "S"), said("user", "a"), said("assistant", "x"), said("user", "b")]
-    first, second = answered(SYSTEM_REFUSED + SMOLLM2, chat, "never asked")[0]
+    first, second = generated(SYSTEM_REFUSED + SMOLLM2, chat, "never asked")[0]
     assert (first.reason, first.detail) == ("the template refuses these turns", "No system role")
-    assert second.reason == "an earlier turn has no answer"
+    assert second.reason == "an earlier turn has no response"
     assert all(
-        each.record for each in answered(SYSTEM_REFUSED + SMOLLM2, chat[1:], "one<|im_end|>", "two<|im_end|>")[0]
+        each.record for each in generated(SYSTEM_REFUSED + SMOLLM2, chat[1:], "one<|im_end|>", "two<|im_end|>")[0]
     )
 
 
-def test_reasoning_that_the_prompt_opened_and_the_limit_cut_is_no_answer() -> None:
+def test_reasoning_that_the_prompt_opened_and_the_limit_cut_is_no_response() -> None:
     opening = SMOLLM2.replace(
         "'<|im_start|>assistant\n' }}{% endif %}", "'<|im_start|>assistant\n<think>\n' }}{% endif %}"
     )
     assert opening != SMOLLM2
     chat = [said("user", "a"), said("assistant", "x"), said("user", "b")]
-    (first, second), source = answered(opening, chat, "I am still thinking about")
-    assert first.record is not None and second.reason == "the earlier answer was cut off while thinking"
+    (first, second), source = generated(opening, chat, "I am still thinking about")
+    assert first.record is not None and second.reason == "the earlier response was cut off while thinking"
     assert len(source.prompts) == 1
-    (first, second), source = answered(opening, chat, "hm</think>yes<|im_end|>", "no</think>no<|im_end|>")
+    (first, second), source = generated(opening, chat, "hm</think>yes<|im_end|>", "no</think>no<|im_end|>")
     assert second.record is not None and "hm</think>yes" in source.prompts[1]
 
 
 def test_an_error_in_rendering_costs_the_turn_and_a_lost_server_ends_the_job() -> None:
     chat = [said("user", "a")]
-    (odd,) = answered("{{ 1 // 0 }}", chat, "never asked")[0]
-    assert odd.reason == "unexpected ZeroDivisionError"
+    (result,) = generated("{{ 1 // 0 }}", chat, "never asked")[0]
+    assert result.reason == "unexpected ZeroDivisionError"
 
     class Lost:
         def generate(self, prompt: list[int], **options: Any) -> Completion:
-            raise ConnectionError("gone")
+            raise ServersLostError("gone")
 
-    turns = Turns(smollm2_tokenizer(), Settings(max_length=2000, dtype="float32"), "t", Lost())
-    with pytest.raises(ConnectionError):
-        list(turns.answer(Asked(0, "n", "s", "f", 1, chat)))
+    generator = ResponseGenerator(
+        smollm2_tokenizer(), GenerationSettings(max_length=2000, dtype="float32"), "t", Lost()
+    )
+    with pytest.raises(ServersLostError):
+        list(generator.responses(Conversation(0, "n", "s", "f", 1, chat)))
 
 
 def test_rows_without_ids_are_not_told_that_their_ids_must_differ(tmp_path: Path) -> None:
@@ -96,7 +103,7 @@ def test_rows_without_ids_are_not_told_that_their_ids_must_differ(tmp_path: Path
     chats = tmp_path / "a.jsonl"
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Ledger([tmp_path / "out.jsonl"], "regenerate", {}) as ledger:
-        missing = list(Rows(open_inputs([str(chats)]), ledger, None).missing(tqdm(disable=True)))
+        missing = list(Conversations(open_inputs([str(chats)]), ledger, None).unanswered(tqdm(disable=True)))
         lost = [json.loads(line) for (line,) in ledger.db.execute("SELECT line FROM dropped ORDER BY place")]
     assert [asked.messages[0]["content"] for asked in missing] == ["a", "b"]
     assert [(row["line"], row["reason"]) for row in lost] == [(2, "duplicate"), (4, "duplicate id")]
@@ -146,11 +153,11 @@ def flaky() -> Iterator[Flaky]:
         thread.join()
 
 
-def asking(flaky: Flaky, patience_s: float) -> Servers:
-    return Servers([f"http://127.0.0.1:{flaky.server_port}"], Expected("m", "float32"), 30, patience_s)
+def asking(flaky: Flaky, patience_s: float) -> ServerPool:
+    return ServerPool([f"http://127.0.0.1:{flaky.server_port}"], Requirements("m", "float32"), 30, patience_s)
 
 
-def test_patience_counts_from_the_failure_not_from_the_last_answer(
+def test_patience_counts_from_the_failure_not_from_the_last_response(
     flaky: Flaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers_module, "FIRST_REST_S", 0.05)
@@ -164,12 +171,12 @@ def test_lost_servers_end_the_wait_after_the_patience(flaky: Flaky, monkeypatch:
     assert both.generate([1], max_new_tokens=2)
     flaky.shutdown()
     flaky.server_close()
-    with pytest.raises(ConnectionError, match="no server has answered for"):
+    with pytest.raises(ServersLostError, match="no server has answered for"):
         both.generate([1], max_new_tokens=2)
 
 
 def test_a_server_that_runs_but_answers_nothing_ends_the_job(flaky: Flaky, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("FIRST_REST_S", 0.01), ("HOPELESS", 2)):
+    for name, value in (("FIRST_REST_S", 0.01), ("MAX_FAILED_REQUESTS", 2)):
         monkeypatch.setattr(servers_module, name, value)
     failing = asking(flaky, patience_s=60)
     flaky.failures = ATTEMPTS
@@ -179,5 +186,5 @@ def test_a_server_that_runs_but_answers_nothing_ends_the_job(flaky: Flaky, monke
     flaky.failures = 10 * ATTEMPTS
     with pytest.raises(RequestFailed):
         failing.generate([1], max_new_tokens=2)
-    with pytest.raises(ConnectionError, match=r"failed on 2 requests in a row.*the same command continues"):
+    with pytest.raises(ServersLostError, match=r"failed on 2 requests in a row.*the same command continues"):
         failing.generate([1], max_new_tokens=2)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from data_prep.pipeline.command import Passage
-from data_prep.pipeline.worker_pool import Workers
+from data_prep.pipeline.row_stream import RowStream
+from data_prep.pipeline.worker_pool import WorkerPool
 from data_prep.readers.chunks import Chunk
 from data_prep.readers.inputs import Inputs, open_inputs
 from specforge_dspine.utils.ledger import Ledger
@@ -43,38 +43,38 @@ def inputs(tmp_path: Path) -> Inputs:
 
 
 def taken(
-    inputs: Inputs, out: Path, count: int, *, in_turn: bool, stop_after: int | None = None
+    inputs: Inputs, out: Path, count: int, *, interleave: bool, stop_after: int | None = None
 ) -> list[tuple[str, int]]:
     """What comes of the rows until it is enough; then everything is committed."""
     found: list[tuple[str, int]] = []
     present = out.with_name(f"{out.name}.workers")
     present.mkdir(parents=True, exist_ok=True)
-    with Ledger([out], "test", {}) as ledger, Workers(count, prepare, present, count) as workers:
-        passage = Passage(inputs, workers, ledger, in_turn=in_turn)
-        for _, results in passage:
+    with Ledger([out], "test", {}) as ledger, WorkerPool(count, prepare, present, count) as workers:
+        rows = RowStream(inputs, workers, ledger, interleave=interleave)
+        for _, results in rows:
             found += results
             if stop_after is not None and len(found) >= stop_after:
-                passage._commit()
+                rows._commit()
                 break
     return found
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_many_small_files_use_all_workers_and_stay_in_order(tmp_path: Path, inputs: Inputs, in_turn: bool) -> None:
-    alone = taken(inputs, tmp_path / "out" / "a", 1, in_turn=in_turn)
-    together = taken(inputs, tmp_path / "out" / "b", 2, in_turn=in_turn)
+@pytest.mark.parametrize("interleave", [False, True])
+def test_many_small_files_use_all_workers_and_stay_in_order(tmp_path: Path, inputs: Inputs, interleave: bool) -> None:
+    single = taken(inputs, tmp_path / "out" / "a", 1, interleave=interleave)
+    parallel = taken(inputs, tmp_path / "out" / "b", 2, interleave=interleave)
     names = [f"{number}.{row}" for number in range(FILES) for row in range(number % 3)]
-    ordered = sorted(names, key=lambda name: name.partition(".")[2]) if in_turn else names
-    assert [name for name, _ in alone] == [name for name, _ in together] == ordered
-    pids = {pid for _, pid in together}
+    ordered = sorted(names, key=lambda name: name.partition(".")[2]) if interleave else names
+    assert [name for name, _ in single] == [name for name, _ in parallel] == ordered
+    pids = {pid for _, pid in parallel}
     assert len(pids) == 2 and os.getpid() not in pids
-    assert {pid for _, pid in alone} == {os.getpid()}
+    assert {pid for _, pid in single} == {os.getpid()}
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_continued_at_every_row_gives_every_row_once(tmp_path: Path, inputs: Inputs, in_turn: bool) -> None:
-    whole = taken(inputs, tmp_path / "out" / "a", 1, in_turn=in_turn)
+@pytest.mark.parametrize("interleave", [False, True])
+def test_continued_at_every_row_gives_every_row_once(tmp_path: Path, inputs: Inputs, interleave: bool) -> None:
+    whole = taken(inputs, tmp_path / "out" / "a", 1, interleave=interleave)
     for stop in range(1, len(whole)):
         out = tmp_path / "out" / f"{stop}"
-        first = taken(inputs, out, 1, in_turn=in_turn, stop_after=stop)
-        assert first + taken(inputs, out, 1, in_turn=in_turn) == whole
+        first = taken(inputs, out, 1, interleave=interleave, stop_after=stop)
+        assert first + taken(inputs, out, 1, interleave=interleave) == whole
