@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TextIO, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -134,6 +134,7 @@ def run_command(
     doc: str | None,
     expected: tuple[type[Exception], ...] = (ValueError, OSError),
     advice: str = "the same command continues",
+    on_failure: str | None = None,
 ) -> int:
     """Parse ``argv``, work, and print the result; returns the exit status (see the module's text).
 
@@ -142,6 +143,7 @@ def run_command(
         module: the calling module, as ``python -m`` takes it.
         expected: errors of unusable input; anything else but ``RunError`` keeps its traceback.
         advice: what to do after a signal.
+        on_failure: what to do after a ``RunError``.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
@@ -171,7 +173,7 @@ def run_command(
         print(f"stopped by {received}; {advice}", file=sys.stderr)
         return 128 + received.signum
     except (RunError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", *([on_failure] if on_failure else []), sep="\n", file=sys.stderr)
         return 1
     except expected as error:
         print(f"error: {error}", file=sys.stderr)
@@ -181,6 +183,14 @@ def run_command(
     return 0
 
 
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Logs to what ``sys.stderr`` is at that moment, not to what it was at the start."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def setup_logging() -> None:
     """Log to stderr: rank 0 from INFO on, other ranks from WARNING on."""
     rank = int(os.environ.get("RANK", "0") or 0)
@@ -188,7 +198,7 @@ def setup_logging() -> None:
     for each in (package, logging.getLogger("data_prep")):
         each.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         if not each.handlers:
-            handler = logging.StreamHandler()
+            handler = StderrHandler()
             handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
             each.addHandler(handler)
             each.propagate = False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 import signal
 from pathlib import Path
@@ -77,6 +80,23 @@ def test_errors_become_a_line_and_a_status(error: Exception, status: int, capsys
 
     assert run("--samples", "s", work=fail) == status
     assert capsys.readouterr().err == "error: bad\n"
+
+
+def test_advice_follows_a_failure_of_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: Options) -> str:
+        raise RunError("bad")
+
+    arguments = ["--samples", "s"]
+    assert run_command(Command(Sample, fail), arguments, module="m", doc=None, on_failure="Rerun.") == 1
+    assert capsys.readouterr().err == "error: bad\nRerun.\n"
+
+
+def test_log_lines_go_to_the_current_stderr() -> None:
+    logger = logging.getLogger("specforge_dspine.test")
+    for _ in range(2):
+        with contextlib.redirect_stderr(io.StringIO()) as written:
+            assert run("--samples", "s", work=lambda _: logger.info("line")) == 0
+        assert written.getvalue() == "line\n"
 
 
 def test_an_unforeseen_error_keeps_its_traceback() -> None:
