@@ -106,8 +106,8 @@ def inputs_of(recipe: Recipe, overridden: dict[str, dict[str, Any]], options: ar
     return {
         "recipe": document,
         "variants": overridden,
-        "data": data_identity(recipe.host),
-        "target": model_fingerprint(Path(recipe.host.model.target_model_path)),
+        "data": data_identity(recipe.data_path),
+        "target": model_fingerprint(Path(recipe.target_path)),
         "sets": {
             each.name: {"prompts": len(each.prompts), "sha256": each.sha256()}
             for each in open_sets(options.sets, options.limit)
@@ -209,7 +209,7 @@ def perform(
         began = time.monotonic()
         stages.run(
             "specforge_dspine.evaluate",
-            *("--draft", place.draft, "--target", recipe.host.model.target_model_path, "--sets", *options.sets),
+            *("--draft", place.draft, "--target", recipe.target_path, "--sets", *options.sets),
             *("--max-new-tokens", options.max_new_tokens, "--out", place.evaluation),
             *(("--limit", options.limit) if options.limit else ()),
             name=f"evaluate {place}",

@@ -47,7 +47,7 @@ def demo(stages: Stages, recipe_path: Path, recipe: Recipe, out: Path, amounts: 
         ManagedServerError: a server for the answers did not start.
     """
     prepare(stages, recipe, out, amounts)
-    samples, target = samples_of(out, TRAIN), recipe.host.model.target_model_path
+    samples, target = samples_of(out, TRAIN), recipe.target_path
     stages.run(
         "data_prep.inspect",
         *("--input", samples, "--output", out / "samples.html", "--target", target, "--show", 2),
@@ -64,7 +64,7 @@ def evaluate(stages: Stages, recipe: Recipe, out: Path, new_tokens: int, name: s
     """One of ``EVALUATIONS`` of the exported draft."""
     stages.run(
         "specforge_dspine.evaluate",
-        *("--draft", recipe.run_dir / "export" / "sglang", "--target", recipe.host.model.target_model_path),
+        *("--draft", recipe.run_dir / "export" / "sglang", "--target", recipe.target_path),
         *("--sets", f"captured={out / HELDOUT}", "--max-new-tokens", new_tokens, *EVALUATIONS[name]),
         *("--out", out / "evaluation" / name),
         name=f"evaluate {name}",

@@ -72,22 +72,22 @@ def prepare(
         StageError: a stage failed.
         ManagedServerError: a server for the answers did not start.
     """
-    target = recipe.host.model.target_model_path
+    target = recipe.target_path
     stages.run("data_prep.target", "--out", target)
     choose_prompts(stages, out, amounts, benchmarks)
     splits = (TRAIN, HELDOUT, *benchmarks)
     with answering_servers(stages, recipe, out) as urls:
 
         def answer(split: str, capturing: str) -> None:
-            answers, length = out / f"{split}.answers.jsonl", recipe.host.data.max_length
+            answers, length = out / f"{split}.answers.jsonl", recipe.max_length
             stages.run(
                 "data_prep.regenerate",
                 *("--input", out / f"{split}.jsonl", "--output", answers, "--target", target),
-                *("--server", *urls, "--dtype", recipe.host.model.torch_dtype),
+                *("--server", *urls, "--dtype", recipe.dtype),
                 *("--max-new-tokens", amounts.new_tokens, "--max-length", length, "--in-flight", BATCH * SERVERS),
                 name=f"regenerate {split}",
             )
-            mask = recipe.host.model.mask_token_id
+            mask = recipe.mask_token_id
             stages.run(
                 "data_prep.tokenize",
                 *("--input", answers, "--output", samples_of(out, split), "--target", target),
@@ -99,7 +99,7 @@ def prepare(
                     "specforge_dspine.capture",
                     *("--target", target, "--server", capturing, "--samples", samples_of(out, split)),
                     *("--layers", ",".join(map(str, recipe.dspine.target_layer_ids))),
-                    *("--dtype", recipe.host.model.torch_dtype, "--out", out / split),
+                    *("--dtype", recipe.dtype, "--out", out / split),
                     name=f"capture {split}",
                 )
 
@@ -129,12 +129,12 @@ def answering_servers(stages: Stages, recipe: Recipe, out: Path) -> Iterator[lis
     started = time.monotonic()
     servers = [
         ManagedServer(
-            recipe.host.model.target_model_path,
+            recipe.target_path,
             out / f"answers{k}",
             recipe.dspine.target_layer_ids,
-            dtype=recipe.host.model.torch_dtype,
+            dtype=recipe.dtype,
             max_running_requests=2 * BATCH,
-            max_total_tokens=2 * BATCH * recipe.host.data.max_length,
+            max_total_tokens=2 * BATCH * recipe.max_length,
         )
         for k in range(SERVERS)
     ]

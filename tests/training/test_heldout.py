@@ -16,7 +16,7 @@ from specforge.training.strategies.base import StepContext
 from specforge_dspine.export import export_run
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.train import main
-from specforge_dspine.training.heldout import evaluate, loss, own_sums, shard
+from specforge_dspine.training.heldout import evaluate, loss, rank_sums, shard
 from specforge_dspine.training.run_checkpoints import read_state
 from specforge_dspine.training.run_logger import BEST
 from specforge_dspine.training.strategy import DSpineTrainStrategy, Schedule
@@ -50,8 +50,8 @@ def test_every_rank_runs_as_many_forwards_and_every_sample_counts_once() -> None
 def test_the_shares_of_two_ranks_are_the_set() -> None:
     """Five samples: the second rank's third forward is a stand-in, and counts for nothing."""
     strategy, context = strategy_of(), StepContext(10, 100)
-    whole = own_sums(strategy, batches(5), context, rank=0, ranks=1)
-    shares = [own_sums(strategy, batches(5), context, rank=rank, ranks=2) for rank in (0, 1)]
+    whole = rank_sums(strategy, batches(5), context, rank=0, ranks=1)
+    shares = [rank_sums(strategy, batches(5), context, rank=rank, ranks=2) for rank in (0, 1)]
     for name, sums in whole.items():
         assert torch.allclose(shares[0][name] + shares[1][name], sums, rtol=1e-12), name
     assert shares[0]["rows"][1] + shares[1]["rows"][1] == 5

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from specforge_dspine.formats.reader import load_draft
-from specforge_dspine.training.run_checkpoints import checkpoint_folders, fault
+from specforge_dspine.training.run_checkpoints import checkpoint_folders, checkpoint_problem
 from tests.support.runs import (
     assert_equal,
     assert_same_run,
@@ -104,7 +104,9 @@ class User:
         self.kills[phase] += 1
         folders = checkpoint_folders(self.run)
         self.kills["while a checkpoint was written"] += any(list(folder.path.glob("*.tmp")) for folder in folders)
-        self.kills["that left an unusable checkpoint"] += any(fault(folder) is not None for folder in folders)
+        self.kills["that left an unusable checkpoint"] += any(
+            checkpoint_problem(folder) is not None for folder in folders
+        )
 
     def remedy(self, status: int) -> None:
         """The one refusal that kills can lead to: the very first checkpoint was never finished."""
@@ -141,9 +143,9 @@ def test_killed_twenty_times_and_not_a_bit_lost(world: Path) -> None:
     assert best is not None
     kept = sorted({steps - 1, steps, best[0]})
     assert [folder.step for folder in checkpoint_folders(user.run)] == kept, "nothing is left over"
-    for flavor in ("sglang", "specforge"):
-        ours, theirs = (load_draft(run / "export" / flavor).state_dict() for run in (user.run, world / "whole"))
-        assert_equal(ours, theirs, flavor)
+    for layout in ("sglang", "specforge"):
+        ours, theirs = (load_draft(run / "export" / layout).state_dict() for run in (user.run, world / "whole"))
+        assert_equal(ours, theirs, layout)
 
 
 @pytest.mark.server

@@ -16,7 +16,8 @@ from specforge_dspine.modeling.config import DSpineSettings, small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.state_dict import READY, TABLE
 from specforge_dspine.training import plan as planning
-from specforge_dspine.training.plan import Plan, make_plan, meta_draft
+from specforge_dspine.training.plan import make_plan
+from specforge_dspine.training.plan_parts import FeaturePlan, Plan, StreamPlan, meta_draft
 from specforge_dspine.training.recipe import check_recipe
 from specforge_dspine.training.specforge_internals import build_model_bundle
 from specforge_dspine.utils.errors import RecipeError
@@ -64,7 +65,7 @@ def refusal(world: Path, **sections: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "training", "quantum", "steps", "remainder", "not_reached"),
+    ("ranks", "training", "quantum", "steps", "remainder", "beyond"),
     [
         (1, {}, 2, 12, 0, 0),
         (1, {"batch_size": 5}, 5, 4, 4, 0),
@@ -76,17 +77,18 @@ def refusal(world: Path, **sections: Any) -> str:
     ],
 )
 def test_streamed_steps(
-    world: Path, ranks: int, training: dict[str, Any], quantum: int, steps: int, remainder: int, not_reached: int
+    world: Path, ranks: int, training: dict[str, Any], quantum: int, steps: int, remainder: int, beyond: int
 ) -> None:
     """A step takes ranks × batch × accumulation samples; epochs run on without a break."""
     plan = resolve(world, ranks=ranks, training={"max_steps": None} | training)
-    assert (plan.quantum, plan.steps, plan.total_steps) == (quantum, steps, steps)
-    assert (plan.remainder, plan.not_reached) == (remainder, not_reached)
-    assert len(plan.samples) == 24 and not plan.files
+    schedule = plan.schedule
+    assert (schedule.samples_per_step, schedule.steps, schedule.total_steps) == (quantum, steps, steps)
+    assert (schedule.remainder, schedule.beyond_max_steps) == (remainder, beyond)
+    assert isinstance(plan.source, StreamPlan) and len(plan.source.samples) == schedule.samples == 24
 
 
 @pytest.mark.parametrize(
-    ("ranks", "training", "steps", "not_reached"),
+    ("ranks", "training", "steps", "beyond"),
     [
         (1, {}, 5, 0),
         (1, {"batch_size": 5, "num_epochs": 3}, 6, 0),
@@ -95,10 +97,12 @@ def test_streamed_steps(
         (1, {"max_steps": 2}, 2, 6),
     ],
 )
-def test_offline_steps(world: Path, ranks: int, training: dict[str, Any], steps: int, not_reached: int) -> None:
+def test_offline_steps(world: Path, ranks: int, training: dict[str, Any], steps: int, beyond: int) -> None:
     plan = resolve(world, offline=True, ranks=ranks, training={"max_steps": None} | training)
-    assert (plan.steps, plan.total_steps, plan.remainder, plan.not_reached) == (steps, steps, 0, not_reached)
-    assert len(plan.files) == 10 and not plan.samples
+    schedule = plan.schedule
+    assert (schedule.steps, schedule.total_steps) == (steps, steps)
+    assert (schedule.remainder, schedule.beyond_max_steps) == (0, beyond)
+    assert isinstance(plan.source, FeaturePlan) and len(plan.source.files) == schedule.samples == 10
     assert f"offline features in {world / 'features'}" in plan.render()
 
 
@@ -121,10 +125,10 @@ def test_an_offline_plan_that_does_not_divide_is_refused(
 
 def test_schedules_follow_the_horizon(world: Path) -> None:
     plan = resolve(world, training={"max_steps": 6, "total_steps": 120, "warmup_ratio": 0.04})
-    assert (plan.steps, plan.total_steps, plan.warmup_steps) == (6, 120, 4)
+    assert (plan.schedule.steps, plan.schedule.total_steps, plan.schedule.warmup_steps) == (6, 120, 4)
     text = plan.render()
     assert "6 steps of 120; lr 0.001, warm-up 4 steps, then cosine" in text
-    assert "p = 0.5 until step 20, 0 from step 40, in layers 1–1" in text
+    assert "p = 0.5 until step 20, 0 from step 40, in layer 1 of 2" in text
     assert "β = 0.5 after 4 steps" in text
     assert plan.draft_config.dspine_config["alignment_warmup_steps"] == 4
     given = resolve(world, dspine={"alignment_warmup_steps": 146})
@@ -162,7 +166,7 @@ def test_what_cannot_run_is_refused_with_what_would(world: Path, sections: dict[
 
 def test_two_ranks_need_twice_the_samples_in_flight(world: Path) -> None:
     runtime = {"in_flight_low_watermark": 4}
-    assert resolve(world, runtime=runtime).quantum == 2
+    assert resolve(world, runtime=runtime).schedule.samples_per_step == 2
     assert "is below one optimizer step of 6 samples" in refusal(world, ranks=3, runtime=runtime)
 
 
@@ -178,7 +182,7 @@ def test_defaults_of_specforge_that_no_cpu_has_are_refused(
 ) -> None:
     assert message in refusal(world, training=training)
     monkeypatch.setattr(planning, "get_device_type", lambda: "cuda")
-    assert resolve(world, training=training).steps == 4  # nothing else is in the way
+    assert resolve(world, training=training).schedule.steps == 4  # nothing else is in the way
 
 
 def test_the_draft_takes_its_shape_from_target_and_recipe(world: Path) -> None:
@@ -226,7 +230,7 @@ def test_features_of_another_target_are_refused(
     path.write_text(json.dumps(manifest | {"inputs": manifest["inputs"] | change}))
     try:
         if message is None:
-            assert resolve(world, offline=True).steps == 4
+            assert resolve(world, offline=True).schedule.steps == 4
         else:
             assert message in refusal(world, offline=True)
     finally:
@@ -261,7 +265,7 @@ def test_a_warm_start_keeps_the_drafts_shape_and_takes_the_recipes_settings(worl
 
 def test_a_warm_start_loads_the_drafts_weights_and_its_own_table(world: Path, checkpoint: Path) -> None:
     plan = resolve(world, model={"draft_checkpoint_path": str(checkpoint)})
-    draft = build_model_bundle(plan.recipe.host, algorithm=plan.algorithm).draft_model
+    draft = build_model_bundle(plan.specforge_config, algorithm=plan.algorithm).draft_model
     saved, _ = read_checkpoint(checkpoint)
     assert all(torch.equal(value, saved[name]) for name, value in draft.state_dict().items())
     assert draft.settings.ce_weight == 0.1

@@ -64,13 +64,13 @@ def plan(world: Path, *overrides: str) -> int:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_shipped_recipes_are_valid(path: Path) -> None:
     recipe = load_recipe(path)
-    assert (recipe.stream is None) == bool(recipe.host.data.hidden_states_path)
-    assert recipe.host.training.strategy == "dspine"
+    assert (recipe.stream is None) == bool(recipe.specforge_config.data.hidden_states_path)
+    assert recipe.specforge_config.training.strategy == "dspine"
 
 
 def test_the_gpu_recipe_is_the_papers_run() -> None:
     recipe = load_recipe(RECIPES[0].parent / "qwen3_8b.yaml", world_size=7)
-    training, runtime = recipe.host.training, recipe.host.runtime
+    training, runtime = recipe.specforge_config.training, recipe.specforge_config.runtime
     assert 7 * training.batch_size * training.accumulation_steps == 112 <= runtime.in_flight_low_watermark
     assert recipe.dspine.target_layer_ids == (1, 9, 17, 25, 33) and recipe.dspine.block_size == 16
     assert recipe.stream is not None and recipe.stream.managed is not None
@@ -80,7 +80,7 @@ def test_the_gpu_recipe_is_the_papers_run() -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        (streamed() | {"trainig": {}}, "trainig: unknown key; did you mean 'training'?"),
+        (streamed() | {"train": {}}, "train: unknown key; did you mean 'training'?"),
         (streamed(model={"target_modle_path": "x"}), "model.target_modle_path: .* 'target_model_path'"),
         (streamed(data={"prompt_path": "x"}), "data.prompt_path: unknown key; did you mean 'prompts_path'"),
         (streamed(training={"num_anchor": 3}), "training.num_anchor: unknown key; did you mean 'num_anchors'"),
@@ -132,9 +132,9 @@ def test_a_stream_has_servers_or_a_managed_one(stream: dict[str, Any]) -> None:
 
 def test_a_feature_folder_takes_the_place_of_the_stream() -> None:
     recipe = check_recipe(streamed(data={"hidden_states_path": "features", "prompts_path": "samples.jsonl"}))
-    assert recipe.stream is None and recipe.host.mode == "offline"
-    assert recipe.host.data.prompts_path == ""
-    assert check_recipe(streamed()).host.mode == "online"
+    assert recipe.stream is None and recipe.specforge_config.mode == "offline"
+    assert recipe.specforge_config.data.prompts_path == ""
+    assert check_recipe(streamed()).specforge_config.mode == "online"
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,13 @@ def test_overrides_set_typed_values_and_make_sections(world: Path) -> None:
         ],
     )
     assert recipe.dspine.top_k == 5 and recipe.dspine.target_layer_ids == (1, 3)
-    assert recipe.host.training.learning_rate == 5e-4 and recipe.host.tracking.report_to == "tensorboard"
+    assert (
+        recipe.specforge_config.training.learning_rate == 5e-4
+        and recipe.specforge_config.tracking.report_to == "tensorboard"
+    )
     assert recipe.stream is not None and recipe.stream.managed is not None
     assert recipe.stream.managed.extra_args == ("--mem-fraction-static", "0.5")
-    assert recipe.host.run_id == "other" and recipe.host.model.mask_token_id is None
+    assert recipe.run_id == "other" and recipe.mask_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -268,10 +271,13 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path: Path) -> None:
     """The DFlash baseline is the DSpine recipe but for the method, the name and the folder."""
     for size in ("smollm2_cpu", "qwen3_8b"):
         ours, baseline = (load_recipe(RECIPES[0].parent / f"{size}{suffix}.yaml") for suffix in ("", "_dflash"))
-        assert (baseline.host.training, baseline.host.data) == (ours.host.training, ours.host.data)
+        assert (baseline.specforge_config.training, baseline.specforge_config.data) == (
+            ours.specforge_config.training,
+            ours.specforge_config.data,
+        )
         differing = {k for k, v in baseline.dspine.model_dump().items() if v != getattr(ours.dspine, k)}
         assert differing == {"causal", "injection", "refinement", "curriculum", "alignment", "ce_weight"}
-        assert baseline.host.output_dir != ours.host.output_dir
+        assert baseline.run_dir != ours.run_dir
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(RecipeError, match=r"base='b.yaml' of .*a.yaml has a base itself, 'a.yaml'"):
@@ -296,7 +302,7 @@ def test_a_plan_prints_the_run_and_starts_nothing(world: Path) -> None:
     assert lines["target"] == f"{world / 'target'}: 6 layers, H=64, V=256, float32"
     assert lines["schedule"].startswith("10 steps of 10; lr 0.001, warm-up 2 steps, then cosine")
     assert lines["data"] == "24 samples × 2 epochs; 0 fill no whole step, 28 lie beyond max_steps"
-    assert lines["curriculum"] == "p = 0.5 until step 1, 0 from step 3, in layers 1–1"
+    assert lines["curriculum"] == "p = 0.5 until step 1, 0 from step 3, in layer 1 of 2"
     assert "of which injection 3,464" in lines["parameters"]  # 2·16·64 + 2·64·8 + 3·8·16 + 8
     assert "a server of this run (devices cpu, tp 1)" in lines["features"]
     assert sorted(world.rglob("*")) == before

@@ -16,7 +16,7 @@ from specforge_dspine.export import main as export
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.train import main
 from specforge_dspine.training.run_checkpoints import checkpoint_folders as folders
-from specforge_dspine.training.run_checkpoints import fault, newest_complete, read_state
+from specforge_dspine.training.run_checkpoints import checkpoint_problem, newest_complete, read_state
 from specforge_dspine.utils.errors import RecipeError
 from tests.support.features import write_features
 from tests.support.runs import assert_equal, assert_same_run
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     damage, message = DAMAGES[name]
     damage(run / "tiny-step6")
     assert newest_complete(run, "tiny") == run / "tiny-step4"
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert re.search(f"checkpoint tiny-step6 cannot be used: {message}.*; tiny-step4 is used instead", said)
 
 
@@ -136,7 +136,7 @@ def test_every_damaged_one_is_named_and_none_complete_is_an_error(
     cut(run / "tiny-step6" / "training_state.pt", 0.3)
     (run / "tiny-step4" / "training_state_rank0.pt").unlink()
     assert newest_complete(run, "tiny") == run / "tiny-step2"
-    assert re.findall(r"checkpoint (\S+) cannot", capsys.readouterr().out) == ["tiny-step6", "tiny-step4"]
+    assert re.findall(r"checkpoint (\S+) cannot", capsys.readouterr().err) == ["tiny-step6", "tiny-step4"]
     flip(run / "tiny-step2" / "training_state.pt", 0.4)
     with pytest.raises(RecipeError, match=r"holds no complete checkpoint \(tiny-step6: .*tiny-step2: ") as caught:
         newest_complete(run, "tiny")
@@ -157,7 +157,7 @@ def test_any_flipped_bit_is_noticed_or_harmless(run: Path) -> None:
         whole, reference = file.read_bytes(), torch.load(file, weights_only=False)
         for _ in range(150):
             flip(file, draw.random() if draw.random() < 0.5 else 1 - 0.02 * draw.random(), draw.randrange(8))
-            if fault(folder):
+            if checkpoint_problem(folder):
                 noticed += 1
             else:
                 assert_equal(torch.load(file, weights_only=False), reference, file.name)
@@ -175,7 +175,7 @@ def test_resume_goes_on_from_the_one_before(
     damage, message = DAMAGES[name]
     damage(run / "tiny-step5")
     assert main(["--recipe", recipe, f"output_dir={run}", "--resume"]) == 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert re.search(f"checkpoint tiny-step5 cannot be used: {message}.*; tiny-step4 is used instead", said)
     assert_same_run(run, world / "run")
     assert [folder.step for folder in folders(run)] == [2, 4, 6], "what was damaged is gone"
@@ -202,6 +202,6 @@ def test_resume_without_a_complete_checkpoint_touches_nothing(
 def test_export_takes_the_newest_complete_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(run / "tiny-step6" / "training_state.pt", 0.5)
     assert export(["--run", str(run), "--to", "specforge", "--out", str(tmp_path / "out")]) == 0
-    assert "tiny-step4 is used instead" in capsys.readouterr().out
+    assert "tiny-step4 is used instead" in capsys.readouterr().err
     weights = load_draft(tmp_path / "out").state_dict()
     assert_equal(weights, dict(read_state(run / "tiny-step4")["draft_state_dict"]), "weights")

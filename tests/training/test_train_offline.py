@@ -84,8 +84,8 @@ def test_a_run_leaves_metrics_recipe_checkpoints_tensorboard_and_exports(finishe
     assert yaml.safe_load((finished / "recipe.yaml").read_text())["run_id"] == "tiny"
     assert (finished / "tiny-step2").is_dir() and (finished / "tiny-step4").is_dir()
     assert list(finished.rglob("events.out.tfevents*"))
-    for flavor in ("sglang", "specforge"):
-        draft = load_draft(finished / "export" / flavor)
+    for layout in ("sglang", "specforge"):
+        draft = load_draft(finished / "export" / layout)
         assert draft.transfer_codes.dtype is torch.float32
 
 
@@ -203,14 +203,14 @@ def damaged(world: Path, tmp_path: Path) -> Path:
 
 
 def test_non_finite_features_are_left_out_and_named(
-    world: Path, damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    world: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """speculators#615: one NaN state must not reach the loss."""
     recipe = write_recipe(world, tmp_path / "run", max_steps=8, total_steps=8)
     assert main(["--recipe", str(recipe), f"data.hidden_states_path={damaged}"]) == 0
     assert all(line["loss"] == line["loss"] and line["loss"] is not None for line in metrics(tmp_path / "run"))
     bad = sorted(file.stem for file in damaged.iterdir())[3]
-    assert f"left out: target_last_hidden_states of sample e0000-{bad}" in caplog.text
+    assert f"left out: target_last_hidden_states of sample e0000-{bad}" in capsys.readouterr().err
 
 
 def test_features_of_other_taps_are_refused(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

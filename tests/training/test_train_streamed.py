@@ -66,12 +66,12 @@ def windows(world: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_streamed_run_over_a_tied_head(world: Path) -> None:
-    """The whole path on a Llama-shaped target: proof, stream, windows of two micro-batches, a look at held-out
+    """The whole path on a Llama-shaped target: verification, stream, windows of two micro-batches, a look at held-out
     samples, deletion after use, export."""
     run = world / "run"
     done = train(write_recipe(world, "run", "llama", **windows(world)))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "stream proven" in done.stdout
+    assert "capture server verified" in done.stderr
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 4]
     assert metrics(run)[-1]["eval/refined_tau"] >= 1
     delivered = [json.loads(line) for line in (run / "delivered.jsonl").read_text().strip().splitlines()]
@@ -154,5 +154,5 @@ def test_an_ended_run_leaves_no_process(world: Path, how: signal.Signals) -> Non
     assert not (run / "export").exists()
     if how is not signal.SIGKILL:
         assert code == 128 + how
-        assert "continue with --resume" in (world / f"{name}.log").read_text()
+        assert f"stopped by {how.name}; rerun with --resume to continue" in (world / f"{name}.log").read_text()
         assert not list(run.rglob("*.ckpt"))
