@@ -29,7 +29,7 @@ from specforge.runtime.data_plane.disaggregated import SharedDirFeatureStore
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.record import RecordError, Sample, SampleNames, TargetIdentity
 from specforge_dspine.training.recipe import ALGORITHM, looked_in
-from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.utils.errors import RecipeError, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ def read_samples(path: str, *, max_length: int, max_prompts: int | None = None) 
     if not os.path.isfile(path):
         raise RecipeError(f"data.prompts_path={path!r}: no such file{looked_in(path)}; data_prep.tokenize writes one")
     with open(path, encoding="utf-8") as stream:
-        first = stream.read(1 << 16).lstrip("[ \n")
-    if '"input_ids"' not in first:
+        start = stream.read(1 << 16)
+    if '"input_ids"' not in start:
         raise RecipeError(
             f"data.prompts_path={path!r} holds no token ids: DSpine learns from the target's own responses; "
             "write such a file with python -m data_prep.regenerate and then data_prep.tokenize"
@@ -67,10 +67,8 @@ def read_samples(path: str, *, max_length: int, max_prompts: int | None = None) 
         loss_mask_filter=has_consecutive_supervised_tokens,
     )
     names = SampleNames()
-    samples = []
-    for task in tasks:
-        ids, mask = task["payload"]["input_ids"], task["payload"]["loss_mask"]
-        samples.append(Sample(names.next(ids, mask), ids, mask))
+    lists = ((task["payload"]["input_ids"], task["payload"]["loss_mask"]) for task in tasks)
+    samples = [Sample(names.next(ids, mask), ids, mask) for ids, mask in lists]
     if not samples:
         raise RecipeError(f"data.prompts_path={path!r}: no sample has two consecutive supervised tokens")
     return samples
@@ -157,9 +155,6 @@ def resume_delivery(path: Path, consumed: int) -> Delivery:
     The log only grows. A sample delivered after the checkpoint is delivered again under the same number; of equal
     numbers the last line counts. A capture that a kill cut short has logged its bad records, but no delivery: all of
     its samples are requested again.
-
-    Raises:
-        RecipeError: the log is shorter than what the checkpoint consumed.
     """
     entries = []
     for line in path.read_text(encoding="utf-8").strip().splitlines() if path.exists() else []:
@@ -193,11 +188,11 @@ class CaptureSource:
         """Return one ref per slot of ``tasks``, in their order.
 
         Raises:
-            RuntimeError: more than ``max_dropped`` records were bad.
+            RunError: more than ``max_dropped`` records were bad.
             ConnectionError: no server responds any more.
         """
         refs: list[SampleRef] = []
-        positions: list[int] = []
+        entries: list[dict[str, Any]] = []
         while len(refs) < len(tasks):
             taken = self.state.take(len(tasks) - len(refs))
             samples = [self.plan[position] for position in taken]
@@ -205,34 +200,35 @@ class CaptureSource:
                 if isinstance(result, RecordError):
                     self._drop(result)
                     continue
-                slot = tasks[len(refs)].task_id
+                slot, number = tasks[len(refs)].task_id, self.state.delivered + len(refs)
                 refs.append(self.store.take_over(result, sample, self.target, self.run_id, slot))
-                positions.append(position)
-        self._log(refs, positions)
+                entries.append({"number": number, "sample": sample.name, "position": position})
+        self._append([entry | {"next": self.state.next} for entry in entries])  # before the refs are published
+        self.state.delivered += len(refs)
         return refs
 
     def _capture(self, samples: list[Sample]) -> list[Path | RecordError]:
         """Spread ``samples`` over the servers; the others take over from a server that fails."""
-        shares = [samples[i :: len(self.clients)] for i in range(len(self.clients))]
-        with ThreadPoolExecutor(len(self.clients)) as pool:
-            futures = [pool.submit(c.capture, s, self.target) for c, s in zip(self.clients, shares, strict=True)]
+        clients, count = self.clients, len(self.clients)
+        with ThreadPoolExecutor(count) as pool:
+            futures = [
+                pool.submit(client.capture, samples[i::count], self.target) for i, client in enumerate(clients)
+            ]
         results: list[Path | RecordError] = [RecordError("", "not captured")] * len(samples)
-        lost: list[SGLangClient] = []
-        for index, (client, future) in enumerate(zip(list(self.clients), futures, strict=True)):
+        for index, future in enumerate(futures):
             try:
-                results[index :: len(futures)] = future.result()
+                results[index::count] = future.result()
             except ConnectionError as error:
                 logger.error("capture server lost: %s", error)
-                lost.append(client)
-        if lost:
-            for result in results:
-                if isinstance(result, Path):
-                    result.unlink(missing_ok=True)
-            self.clients = [client for client in self.clients if client not in lost]
-            if not self.clients:
-                raise ConnectionError("no capture server responds any more; see the server's log and use --resume")
-            return self._capture(samples)
-        return results
+                self.clients = [client for client in self.clients if client is not clients[index]]
+        if len(self.clients) == count:
+            return results
+        for result in results:
+            if isinstance(result, Path):
+                result.unlink(missing_ok=True)
+        if not self.clients:
+            raise ConnectionError("no capture server responds any more; see the server's log and use --resume")
+        return self._capture(samples)
 
     def _drop(self, error: RecordError) -> None:
         if str(error) in self.state.dropped:
@@ -241,20 +237,9 @@ class CaptureSource:
         logger.warning("dropped record %d: %s", len(self.state.dropped), error)
         self._append([{"dropped": str(error)}])
         if len(self.state.dropped) > self.max_dropped:
-            raise RuntimeError(
+            raise RunError(
                 f"{len(self.state.dropped)} bad records, stream.max_dropped={self.max_dropped}; the last: {error}"
             )
-
-    def _log(self, refs: list[SampleRef], positions: list[int]) -> None:
-        """Write one line per delivered sample, in order, before the refs are published."""
-        numbers = range(self.state.delivered, self.state.delivered + len(refs))
-        self._append(
-            [
-                {"number": number, "sample": ref.sample_id, "position": position, "next": self.state.next}
-                for number, ref, position in zip(numbers, refs, positions, strict=True)
-            ]
-        )
-        self.state.delivered = numbers.stop
 
     def _append(self, entries: list[dict[str, Any]]) -> None:
         with open(self.log, "a", encoding="utf-8") as stream:

@@ -22,9 +22,6 @@ def process_group(*, fsdp_sharding: str, seed: int, timeout_minutes: int) -> Ite
 
     The environment is restored at the end: the next run in this process, or a child process, must not meet this
     run's port.
-
-    Raises:
-        RecipeError: the launcher's environment is incomplete.
     """
     before = dict(os.environ)
     try:
@@ -42,7 +39,7 @@ def process_group(*, fsdp_sharding: str, seed: int, timeout_minutes: int) -> Ite
         os.environ.update(before)
 
 
-def on_every_rank(rank: int, action: Callable[[], Any]) -> Any:
+def on_every_rank(action: Callable[[], Any]) -> Any:
     """Run ``action`` on rank 0 and return its result on all ranks; its failure is raised on all ranks.
 
     Raises:
@@ -50,7 +47,7 @@ def on_every_rank(rank: int, action: Callable[[], Any]) -> Any:
     """
     outcome: list[Any] = [None, None]
     failure: BaseException | None = None
-    if rank == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             outcome[0] = action()
         except BaseException as error:

@@ -75,12 +75,7 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
 
 
 def check_environment(recipe: Recipe, ranks: int) -> None:
-    """Check what needs no model and no data.
-
-    Raises:
-        RecipeError: a default of SpecForge that does not exist on a CPU; a server that may take longer to start than
-            the other ranks wait for rank 0; a key that this kind of run does not read.
-    """
+    """Check what needs no model and no data."""
     training, data = recipe.specforge_config.training, recipe.specforge_config.data
     if get_device_type() == "cpu" and training.fsdp_sharding != "NO_SHARD":
         raise RecipeError(f"training.fsdp_sharding={training.fsdp_sharding!r} needs an accelerator; use NO_SHARD")
@@ -97,11 +92,7 @@ def check_environment(recipe: Recipe, ranks: int) -> None:
 
 
 def resolve_models(recipe: Recipe) -> tuple[AlgorithmRegistration, TargetIdentity, Any]:
-    """Return the algorithm, the target and the draft's config.
-
-    Raises:
-        RecipeError: a model that is missing or unusable, or a draft of another target.
-    """
+    """Return the algorithm, the target and the draft's config."""
     config, target_path = recipe.specforge_config, recipe.target_path
     for name in ("target_model_path", "draft_checkpoint_path", "draft_model_config"):
         check_model_path(f"model.{name}", getattr(config.model, name))
@@ -125,11 +116,7 @@ def resolve_models(recipe: Recipe) -> tuple[AlgorithmRegistration, TargetIdentit
 
 
 def check_model_path(key: str, path: str | None) -> None:
-    """Refuse a missing folder at once, unless the hub may have a model of that name.
-
-    Raises:
-        RecipeError: ``path`` does not exist, and is no ``name`` or ``organization/name``.
-    """
+    """Refuse a missing folder at once, unless the hub may have a model of that name."""
     if not path or Path(path).exists():
         return
     first, *rest = Path(path).parts
@@ -141,11 +128,7 @@ def check_model_path(key: str, path: str | None) -> None:
 
 
 def plan_stream(recipe: Recipe) -> StreamPlan:
-    """Read the samples to stream.
-
-    Raises:
-        RecipeError: as ``read_samples``, or a line that is no sample.
-    """
+    """Read the samples to stream."""
     data, limits = recipe.specforge_config.data, recipe.specforge_config.runtime.model_dump()
     with as_recipe_error(f"data.prompts_path={data.prompts_path!r}"):
         samples = read_samples(data.prompts_path, max_length=data.max_length, max_prompts=data.max_prompts)
@@ -155,11 +138,7 @@ def plan_stream(recipe: Recipe) -> StreamPlan:
 
 
 def find_features(section: str, folder: str, target: TargetIdentity) -> FeaturePlan:
-    """Find the feature files of ``hidden_states_path`` in a section of the recipe, captured from ``target``.
-
-    Raises:
-        RecipeError: none there, or as ``check_features``.
-    """
+    """Find the feature files of ``hidden_states_path`` in a section of the recipe, captured from ``target``."""
     files: list[str] = list_feature_files(folder)
     if not files:
         raise RecipeError(
@@ -171,11 +150,7 @@ def find_features(section: str, folder: str, target: TargetIdentity) -> FeatureP
 
 
 def make_schedule(config: Config, ranks: int, samples: int) -> RunSchedule:
-    """Count the optimizer steps of a run over ``samples`` samples an epoch.
-
-    Raises:
-        RecipeError: no step, more steps than the data gives, files that fill no batch, or a watermark below a step.
-    """
+    """Count the optimizer steps of a run over ``samples`` samples an epoch."""
     training, streamed = config.training, not config.data.hidden_states_path
     batch, accumulation, epochs = training.batch_size, training.accumulation_steps, training.num_epochs
     quantum = ranks * batch * accumulation

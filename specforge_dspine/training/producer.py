@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,17 +15,13 @@ from specforge.runtime.data_plane.streaming_ref_channel import StreamingRefChann
 
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.server import ManagedServer
-from specforge_dspine.training.capture_source import (
-    CHANNEL,
-    CaptureSource,
-    PromptPlan,
-    record_store,
-    resume_delivery,
-    stream_folder,
-)
+from specforge_dspine.training import capture_source
+from specforge_dspine.training.distributed import on_every_rank
 from specforge_dspine.training.plan_parts import Plan, StreamPlan
 from specforge_dspine.training.recipe import as_recipe_error
 from specforge_dspine.training.run_dir import DELIVERY_LOG
+from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +29,7 @@ PROBE_TOKENS = 32  # at most, of a real sample, to verify a server
 
 
 def connect_servers(plan: Plan, head: torch.Tensor, stack: contextlib.ExitStack) -> list[SGLangClient]:
-    """Start or find the servers, and verify each before the first step; ``stack`` closes them.
-
-    Args:
-        head: the target's LM head E [V, H].
+    """Start or find the servers, and verify each with the LM head E [V, H]; ``stack`` closes them.
 
     Raises:
         CaptureVerificationError, ConnectionError, ManagedServerError: what is wrong with a server, and what to do.
@@ -78,16 +73,17 @@ class Producer:
         per_step, log = plan.schedule.samples_per_step, plan.run_dir / DELIVERY_LOG
         slots = range(start_step * per_step, plan.schedule.steps * per_step)
         self.error: BaseException | None = None
-        self.channel = StreamingRefChannel(str(stream_folder(plan.run_dir) / CHANNEL))
-        self.source = CaptureSource(
+        self.started = False
+        self.channel = StreamingRefChannel(str(capture_source.stream_folder(plan.run_dir) / capture_source.CHANNEL))
+        self.source = capture_source.CaptureSource(
             clients,
-            PromptPlan(plan.source.samples, plan.seed),
-            record_store(plan.run_dir),
+            capture_source.PromptPlan(plan.source.samples, plan.seed),
+            capture_source.record_store(plan.run_dir),
             plan.target,
             run_id=plan.run_id,
             max_dropped=plan.source.options.max_dropped,
             log=log,
-            state=resume_delivery(log, slots.start),
+            state=capture_source.resume_delivery(log, slots.start),
         )
         _workers, self._drive = build_disagg_online_producer(
             algorithm=plan.algorithm,
@@ -111,6 +107,7 @@ class Producer:
 
     def start(self) -> None:
         """Begin to capture."""
+        self.started = True
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -121,3 +118,39 @@ class Producer:
         if not self.channel.consumer_stopped():
             self.channel.mark_consumer_failed("the run is ending")
         self._thread.join(timeout_s)
+
+
+@contextlib.contextmanager
+def capture_producer(plan: Plan, head: torch.Tensor, start_step: int) -> Iterator[Producer | None]:
+    """Connect the servers and yield a producer, to be started, on rank 0; None on the other ranks.
+
+    In the end it writes ``stream.json`` and removes the stream's folder. ``head``: the target's E [V, H].
+
+    Raises:
+        RunError: the stream ended before the run did; further errors as ``connect_servers``.
+    """
+    folder, schedule = capture_source.stream_folder(plan.run_dir), plan.schedule
+    producer: Producer | None = None
+    with contextlib.ExitStack() as stack:
+
+        def connect() -> None:
+            nonlocal producer
+            shutil.rmtree(folder, ignore_errors=True)  # leftovers of a killed run
+            folder.mkdir(parents=True)
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            producer = Producer(plan, connect_servers(plan, head, stack), start_step)
+
+        on_every_rank(connect)
+        try:
+            yield producer
+        except Exception as error:
+            if producer is not None and producer.error is not None:
+                raise RunError(f"the stream ended: {producer.error}") from error
+            raise
+        finally:
+            if producer is not None and producer.started:
+                producer.stop()
+                report = vars(producer.source.state) | {"remainder": schedule.remainder}
+                write_json(plan.run_dir / "stream.json", report | {"beyond_max_steps": schedule.beyond_max_steps})
+                if dropped := len(report["dropped"]):
+                    logger.info("%d records were dropped and replaced: see %s/stream.json", dropped, plan.run_dir)

@@ -1,15 +1,7 @@
-"""Recipes: one YAML file of SpecForge's own sections and ours (docs/recipes.md).
+"""Recipes: one YAML file of SpecForge's own sections beside ``dspine:``, ``stream:`` and ``heldout:``.
 
-    model: {target_model_path: .., torch_dtype: ..}      SpecForge's sections, as its docs describe them
-    data: {prompts_path: .. , hidden_states_path: ..}
-    training: {..}   tracking: {..}   runtime: {..}   run_id: ..   output_dir: ..
-    dspine: {..}      the draft and the method (``DSpineOptions``)
-    stream: {..}      the servers that compute the target's states (``StreamOptions``)
-    heldout: {..}     captured samples for evaluation during training (``HeldoutOptions``)
-    base: other.yaml  a recipe beside this one, which this one changes
-
-``data.hidden_states_path`` makes a run offline: ``data.prompts_path`` and ``stream:`` are then not used. Unknown keys
-are refused with the nearest known name.
+docs/recipes.md describes every key. ``data.hidden_states_path`` makes a run offline: ``data.prompts_path`` and
+``stream:`` are then not used. Unknown keys are refused with the nearest known name.
 """
 
 from __future__ import annotations
@@ -176,11 +168,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = (), *, 
 
 
 def read_document(path: Path, *, base_of: Path | None = None) -> dict[str, Any]:
-    """Read a recipe and merge it into its ``base``, unchecked. ``base_of``: the recipe that names this one as base.
-
-    Raises:
-        RecipeError: no such file, not YAML, not a mapping, or a base that has a base.
-    """
+    """Read a recipe, merged into its ``base``, unchecked. ``base_of``: the recipe that names this one as its base."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -222,11 +210,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
-    """Validate a recipe document for ``world_size`` trainer processes.
-
-    Raises:
-        RecipeError: as ``load_recipe``.
-    """
+    """Validate a recipe document for ``world_size`` trainer processes."""
     for section, why in REFUSED_SECTIONS.items():
         if section in document:
             raise RecipeError(f"{section}: {why}")
@@ -296,11 +280,7 @@ def _specforge_document(document: dict[str, Any], streamed: bool, world_size: in
 
 
 def refuse_unread(value: Any, schema: Any, path: str) -> None:
-    """Refuse keys of ``value`` that ``schema`` (a mapping of names or a pydantic model) lacks or DSpine ignores.
-
-    Raises:
-        RecipeError: with the key's full path, and the nearest known name or what to use instead.
-    """
+    """Refuse keys of ``value`` that ``schema`` (a mapping of names or a pydantic model) lacks or DSpine ignores."""
     fields = schema if isinstance(schema, dict) else {n: f.annotation for n, f in schema.model_fields.items()}
     if value is not None and not isinstance(value, Mapping):
         raise RecipeError(f"{path}: a section is expected, found {value!r}")

@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from specforge.algorithms.common.providers import MODEL_PROVENANCE_CONTRACT_KEY, STEP_OPTIONS_CONTRACT_KEY
 from specforge.config import Config
 from specforge.runtime.data_plane.offline_reader import list_feature_files
@@ -49,7 +48,6 @@ def resume_contract(
 ) -> Mapping[str, Any]:
     """Return our part of the contract, for a checkpoint. Every rank calls it; rank 0 reads the data."""
     training, data = config.training, config.data
-    rank = dist.get_rank() if dist.is_initialized() else 0
     return {
         **{f"dspine.{name}": value for name, value in options.model_dump(mode="json").items()},
         "model.mask_token_id": int(draft.mask_token_id),
@@ -62,7 +60,7 @@ def resume_contract(
         "training.fsdp_sharding": training.fsdp_sharding,
         "data.max_length": data.max_length,
         "data.max_prompts": data.max_prompts,
-        "data": on_every_rank(rank, lambda: data_identity(Path(data.hidden_states_path or data.prompts_path))),
+        "data": on_every_rank(lambda: data_identity(Path(data.hidden_states_path or data.prompts_path))),
     }
 
 

@@ -25,11 +25,7 @@ RECIPE_FILE, DRAFT_CONFIG_FILE, DELIVERY_LOG = "recipe.yaml", "draft_config.json
 
 @contextlib.contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder; the lock goes with this process, however it ends.
-
-    Raises:
-        RecipeError: another process holds it.
-    """
+    """Hold the run's folder; the lock goes with this process, however it ends."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / ".lock", "w") as lock:
         try:
@@ -44,10 +40,6 @@ def check_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
 
     Nothing of an earlier run is changed yet: see ``initialize_run_dir``. A start that failed before its first step
     left nothing worth keeping, and counts as no run.
-
-    Raises:
-        RecipeError: the folder holds a run and ``resume`` is False, there is nothing to resume, or no checkpoint is
-            complete.
     """
     run_dir = recipe.run_dir
     log = run_dir / METRICS_FILE

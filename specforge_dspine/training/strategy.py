@@ -20,7 +20,7 @@ from specforge_dspine.objective.curriculum import alignment_beta, draw_blocks, r
 from specforge_dspine.objective.loss import identity, reported
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.recipe import ALGORITHM
-from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.utils.errors import RecipeError, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,8 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         Args:
             batch: input_ids, loss_mask [R, S]; hidden_states [R, S, T·H]; target_last_hidden_states [R, S, H].
             ctx: optimizer steps taken and planned; in training also the reduction over the optimizer window.
-
-        Raises:
-            ValueError: a feature is missing, or the schedule's horizon is unknown.
         """
-        inputs, probability = self.inputs(batch, ctx)
-        blocks: Blocks = inputs["blocks"]
+        inputs, blocks, probability = self.inputs(batch, ctx)
         loss = self.model(**inputs, window_reduce=getattr(ctx, "window_reduce", identity))
         kept, one = blocks.keep.sum(), torch.tensor(1.0)
         settings = self.inner.draft_model.settings
@@ -87,13 +83,13 @@ class DSpineTrainStrategy(DraftTrainStrategy):
 
     def look_ahead(self, batch: TrainBatch, ctx: StepContext) -> Tensor:
         """Return ΣwCE, W, W_c, W_m [4] of ``batch``, with the draws that ``forward_loss`` will repeat."""
-        inputs, _ = self.inputs(batch, ctx)
+        inputs, *_ = self.inputs(batch, ctx)
         with torch.no_grad():
             total: Tensor = self.model(**inputs, window_reduce=None)
         return total
 
-    def inputs(self, batch: TrainBatch, ctx: StepContext | None) -> tuple[dict[str, Any], float]:
-        """Return the model's arguments for ``batch`` at this step, on its device, and the curriculum's p."""
+    def inputs(self, batch: TrainBatch, ctx: StepContext | None) -> tuple[dict[str, Any], Blocks, float]:
+        """Return the model's arguments for ``batch`` on its device, the blocks as drawn, and the curriculum's p."""
         self.validate_batch(batch)
         self.leave_out_bad_samples(batch)
         if ctx is None or not ctx.total_steps:
@@ -112,15 +108,10 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         )
         device = self.inner.lm_head.weight.device
         tensors = {name: batch.tensors[name].to(device, non_blocking=True) for name in sorted(FEATURES)}
-        return {**tensors, "blocks": blocks.to(device), "beta": beta}, probability
+        return {**tensors, "blocks": blocks.to(device), "beta": beta}, blocks, probability
 
     def validate_batch(self, batch: TrainBatch) -> None:
-        """Check the features' names, as SpecForge does, and their widths and dtypes.
-
-        Raises:
-            RecipeError: a feature of another width or dtype than this target and these taps give.
-            ValueError: a feature is missing.
-        """
+        """Check the features' names, as SpecForge does, and their widths and dtypes by target and taps."""
         super().validate_batch(batch)
         taps, hidden = self.inner.draft_model.fc.in_features, self.inner.draft_model.fc.out_features
         for name, width in (("hidden_states", taps), ("target_last_hidden_states", hidden)):
@@ -132,11 +123,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
                 )
 
     def leave_out_bad_samples(self, batch: TrainBatch) -> None:
-        """Make samples whose states are not finite supervise nothing; each is named, and counted once in all epochs.
-
-        Raises:
-            RuntimeError: more than ``MAX_BAD_SAMPLES`` of them.
-        """
+        """Make samples whose states are not finite supervise nothing; name each, and count it once in all epochs."""
         for name in ("hidden_states", "target_last_hidden_states"):
             states = batch.tensors[name]
             for row in (~torch.isfinite(states).flatten(1).all(dim=1)).nonzero().flatten().tolist():
@@ -145,7 +132,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
                 for feature in ("hidden_states", "target_last_hidden_states", "loss_mask"):
                     batch.tensors[feature][row] = 0
         if len(self.bad_samples) > MAX_BAD_SAMPLES:
-            raise RuntimeError(
+            raise RunError(
                 f"{len(self.bad_samples)} samples were not finite (at most {MAX_BAD_SAMPLES} are left out), "
                 f"{sorted(self.bad_samples)[-1]} among them; capture the features again"
             )

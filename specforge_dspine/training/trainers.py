@@ -6,9 +6,9 @@ sample, wherever it comes from.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from specforge.launch import build_disagg_online_consumer
@@ -26,30 +26,21 @@ from specforge_dspine.training.capture_source import CHANNEL, record_store, stre
 from specforge_dspine.training.heldout import HeldoutSamples, evaluate
 from specforge_dspine.training.optimizer_window import WindowCore
 from specforge_dspine.training.plan_parts import FeaturePlan, Plan
-from specforge_dspine.training.run_checkpoints import checkpoint_step
+from specforge_dspine.training.recipe import as_recipe_error
 from specforge_dspine.training.specforge_internals import optimizer_factory, train_windows
 
-
-@dataclass(frozen=True)
-class RankRun:
-    """A planned run on one rank: SpecForge's models, the logger, and the checkpoint to continue from."""
-
-    plan: Plan
-    bundle: Any
-    logger: Callable[[dict[str, Any], int], None]
-    rank: int
-    resume_from: str | None
-
-    @property
-    def start_step(self) -> int:
-        """Optimizer steps of that checkpoint; 0 without one."""
-        return checkpoint_step(self.resume_from)
+Logger = Callable[[dict[str, Any], int], None]
 
 
-def trainer_arguments(run: RankRun) -> dict[str, Any]:
-    """Return the arguments of SpecForge's trainer that both kinds of run share."""
-    plan, schedule = run.plan, run.plan.schedule
-    return {
+def build_trainer(
+    plan: Plan, bundle: Any, logger: Logger, rank: int, resume_from: str | None, start_step: int
+) -> Trainer:
+    """Build SpecForge's trainer of ``bundle``, with exact sums over optimizer windows and our held-out metrics.
+
+    Every rank calls it. ``start_step``: optimizer steps of the checkpoint ``resume_from``; 0 without one.
+    """
+    schedule = plan.schedule
+    arguments = {
         **vars(plan.trainer),
         "run_id": plan.run_id,
         "output_dir": str(plan.run_dir),
@@ -58,22 +49,23 @@ def trainer_arguments(run: RankRun) -> dict[str, Any]:
         "max_steps": schedule.steps,
         "total_steps": schedule.total_steps,
         "optimizer_factory": optimizer_factory(plan.specforge_config),
-        "eval_data_factory": tuple,  # SpecForge evaluates if there is one; use_windows replaces what it does then
-        "logger": run.logger,
-        "strategy_kwargs": run.bundle.strategy_kwargs,
-        "resume_from": run.resume_from,
+        "eval_data_factory": tuple,  # makes SpecForge evaluate; train_windows replaces what it does then
+        "logger": logger,
+        "strategy_kwargs": bundle.strategy_kwargs,
+        "resume_from": resume_from,
     }
-
-
-def use_windows(trainer: Trainer, run: RankRun) -> Trainer:
-    """Give ``trainer`` exact sums over optimizer windows, and our held-out metrics (``train_windows``)."""
-    plan = run.plan
+    # SpecForge refuses a checkpoint of another run with a ValueError.
+    with as_recipe_error("--resume") if resume_from is not None else contextlib.nullcontext():
+        if isinstance(plan.source, FeaturePlan):
+            trainer = offline_trainer(plan, plan.source.folder, bundle.model, rank, arguments)
+        else:
+            trainer = streamed_trainer(plan, bundle.model, rank, start_step, arguments)
     provider = plan.algorithm.providers.offline_for("text")
     samples = HeldoutSamples(plan.heldout.files if plan.heldout else (), provider, plan.max_length)
 
     def evaluate_heldout() -> dict[str, float]:
-        ctx = StepContext(global_step=trainer.global_step, total_steps=plan.schedule.total_steps)
-        return evaluate(trainer.core.strategy, samples, ctx, rank=run.rank, ranks=plan.schedule.ranks)
+        ctx = StepContext(global_step=trainer.global_step, total_steps=schedule.total_steps)
+        return evaluate(trainer.core.strategy, samples, ctx, rank=rank, ranks=schedule.ranks)
 
     train_windows(trainer, WindowCore, evaluate_heldout)
     return trainer
@@ -95,57 +87,53 @@ def epoch_refs(refs: list[SampleRef], epoch: int, *, seed: int, rank: int, ranks
     ]
 
 
-def offline_trainer(run: RankRun) -> Trainer:
-    """Build a trainer over the feature files of ``data.hidden_states_path``."""
-    plan = run.plan
-    assert isinstance(plan.source, FeaturePlan)
+def offline_trainer(plan: Plan, folder: str, model: Any, rank: int, arguments: dict[str, Any]) -> Trainer:
+    """Build a trainer over the feature files in ``folder``."""
     provider = plan.algorithm.providers.offline_for("text")
     refs = provider.build_reader(
-        plan.source.folder,
+        folder,
         run_id=plan.run_id,
-        ttt_length=plan.specforge_config.training.ttt_length,
+        ttt_length=7,  # SpecForge's default, of other algorithms
         max_len=plan.max_length,
     ).read()
 
     def refs_for_epoch(epoch: int) -> list[SampleRef]:
-        return epoch_refs(refs, epoch, seed=plan.seed, rank=run.rank, ranks=plan.schedule.ranks)
+        return epoch_refs(refs, epoch, seed=plan.seed, rank=rank, ranks=plan.schedule.ranks)
 
-    trainer = Trainer(
+    return Trainer(
         algorithm_name=plan.algorithm.name,
         make_step_strategy=plan.algorithm.providers.step.build,
         controller=DataFlowController(plan.run_id, metadata_store=NoOpMetadataStore(), enable_sample_queue=False),
         store=LocalFeatureStore(plan.run_id),
         ref_source={"refs": refs_for_epoch(0), "refs_for_epoch": refs_for_epoch},
-        model=run.bundle.model,
+        model=model,
         target_head=None,
         num_epochs=plan.schedule.num_epochs,
         collate_fn=provider.build_collator(),
         per_sample_transform=provider.build_normalizer(plan.max_length),
         durable_ack=False,
         checkpoint_extra={"offline_files": len(refs)},
-        **trainer_arguments(run),
+        **arguments,
     )
-    return use_windows(trainer, run)
 
 
-def streamed_trainer(run: RankRun) -> Trainer:
-    """Build SpecForge's online consumer over a folder store; every rank calls it, rank 0 alone opens the ledger.
+def streamed_trainer(plan: Plan, model: Any, rank: int, start_step: int, arguments: dict[str, Any]) -> Trainer:
+    """Build SpecForge's online consumer over a folder store; rank 0 alone opens the ledger.
 
-    A resumed run starts a fresh ledger, with a marker at the checkpoint's step.
+    A resumed run starts a new ledger, with a marker at the checkpoint's ``start_step``.
     """
-    folder = stream_folder(run.plan.run_dir)
+    folder = stream_folder(plan.run_dir)
     ledger_path = str(folder / "ledger.sqlite")
-    if run.rank == 0 and run.resume_from is not None:
+    if rank == 0 and arguments["resume_from"] is not None:
         ledger = SQLiteMetadataStore(ledger_path)
-        ledger.record_train_ack([], global_step=run.start_step, optimizer_durable=True)
+        ledger.record_train_ack([], global_step=start_step, optimizer_durable=True)
         ledger.close()
-    trainer = build_disagg_online_consumer(
-        algorithm=run.plan.algorithm,
-        feature_store=record_store(run.plan.run_dir),
+    return build_disagg_online_consumer(
+        algorithm=plan.algorithm,
+        feature_store=record_store(plan.run_dir),
         channel=StreamingRefChannel(str(folder / CHANNEL)),
-        draft_model=run.bundle.model,
+        draft_model=model,
         metadata_db_path=ledger_path,
         inbox_dir=str(folder / "inboxes"),
-        **trainer_arguments(run),
+        **arguments,
     )
-    return use_windows(trainer, run)
