@@ -54,7 +54,7 @@ def resolve(world: Path, *, offline: bool = False, ranks: int = 1, **sections: d
         runtime={"in_flight_low_watermark": 64, "in_flight_high_watermark": 128},
     )
     for section, values in sections.items():
-        document[section] = {k: v for k, v in (document[section] | values).items() if v is not None}
+        document[section] = {k: v for k, v in (document.get(section, {}) | values).items() if v is not None}
     return make_plan(check_recipe(document, world_size=ranks), ranks=ranks)
 
 
@@ -162,6 +162,38 @@ def test_schedules_follow_the_horizon(world: Path) -> None:
 )
 def test_what_cannot_run_is_refused_with_what_would(world: Path, sections: dict[str, Any], message: str) -> None:
     assert message in refusal(world, **sections)
+
+
+@pytest.mark.parametrize("key", ["target_model_path", "draft_checkpoint_path", "draft_model_config"])
+@pytest.mark.parametrize("path", ["models/none", "./none", "models/deep/none", "nowhere/deep/none"])
+def test_a_missing_model_folder_is_named_in_full(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, path: str
+) -> None:
+    """No such name can be on the hub: it is not asked, and the message says where a relative path starts."""
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    message = refusal(world, model={key: path})
+    assert message.startswith(f"model.{key}={path!r}: no such folder (looked in {tmp_path / path}: relative paths")
+    assert "start at the current folder); give one that holds a model, or a model's name on the hub" in message
+
+
+@pytest.mark.parametrize("path", ["none", "nobody/none"])
+def test_a_name_that_the_hub_does_not_know_may_have_meant_a_folder(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refusal(world, model={"target_model_path": path})
+    assert f"model.target_model_path={path!r} (looked in {tmp_path / path}: relative paths start at" in message
+
+
+def test_missing_data_is_named_in_full(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = f"(looked in {tmp_path / 'none'}: relative paths start at the current folder)"
+    assert f"data.prompts_path='none': no such file {where}" in refusal(world, data={"prompts_path": "none"})
+    for section in ("data", "heldout"):
+        values = {"hidden_states_path": "none"} | ({"interval": 1} if section == "heldout" else {})
+        expected = f"{section}.hidden_states_path='none' holds no .ckpt files {where}"
+        assert expected in refusal(world, **{section: values})
 
 
 def test_two_ranks_need_twice_the_samples_in_flight(world: Path) -> None:
