@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, TextIO, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -183,25 +183,15 @@ def run_command(
     return 0
 
 
-class StderrHandler(logging.StreamHandler[TextIO]):
-    """Logs to what ``sys.stderr`` is at that moment, not to what it was at the start."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
-
-
 def setup_logging() -> None:
     """Log to stderr: rank 0 from INFO on, other ranks from WARNING on."""
     rank = int(os.environ.get("RANK", "0") or 0)
-    package = logging.getLogger("specforge_dspine")
-    for each in (package, logging.getLogger("data_prep")):
-        each.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-        if not each.handlers:
-            handler = StderrHandler()
-            handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
-            each.addHandler(handler)
-            each.propagate = False
+    handler = logging.StreamHandler()  # a new one at each call: tests replace sys.stderr
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
+    for name in ("specforge_dspine", "data_prep", "__main__"):  # the last is a command's own module
+        package = logging.getLogger(name)
+        package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        package.handlers, package.propagate = [handler], False
 
 
 def positive(text: str) -> int:

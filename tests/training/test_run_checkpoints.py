@@ -17,6 +17,7 @@ from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.train import main
 from specforge_dspine.training.run_checkpoints import checkpoint_folders as folders
 from specforge_dspine.training.run_checkpoints import checkpoint_problem, newest_complete, read_state
+from specforge_dspine.utils.cli import setup_logging
 from specforge_dspine.utils.errors import RecipeError
 from tests.support.features import write_features
 from tests.support.runs import assert_equal, assert_same_run
@@ -123,6 +124,7 @@ def test_the_newest_complete_one_is_taken_whatever_the_link_says(run: Path) -> N
 def test_a_damaged_checkpoint_is_named_and_passed_over(
     run: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    setup_logging()  # to this test's stderr
     damage, message = DAMAGES[name]
     damage(run / "tiny-step6")
     assert newest_complete(run, "tiny") == run / "tiny-step4"
@@ -133,6 +135,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
 def test_every_damaged_one_is_named_and_none_complete_is_an_error(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    setup_logging()  # to this test's stderr
     cut(run / "tiny-step6" / "training_state.pt", 0.3)
     (run / "tiny-step4" / "training_state_rank0.pt").unlink()
     assert newest_complete(run, "tiny") == run / "tiny-step2"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import os
 import signal
 from pathlib import Path
@@ -89,14 +86,6 @@ def test_advice_follows_a_failure_of_the_work(capsys: pytest.CaptureFixture[str]
     arguments = ["--samples", "s"]
     assert run_command(Command(Sample, fail), arguments, module="m", doc=None, on_failure="Rerun.") == 1
     assert capsys.readouterr().err == "error: bad\nRerun.\n"
-
-
-def test_log_lines_go_to_the_current_stderr() -> None:
-    logger = logging.getLogger("specforge_dspine.test")
-    for _ in range(2):
-        with contextlib.redirect_stderr(io.StringIO()) as written:
-            assert run("--samples", "s", work=lambda _: logger.info("line")) == 0
-        assert written.getvalue() == "line\n"
 
 
 def test_an_unforeseen_error_keeps_its_traceback() -> None:
