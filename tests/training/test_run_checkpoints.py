@@ -28,7 +28,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with features, a recipe, and a finished run of 6 steps with a checkpoint of every second one."""
     root = tmp_path_factory.mktemp("checkpoints")
     save_tokenizer(build_qwen3(root / "target"))
@@ -45,9 +45,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(world: Path, tmp_path: Path) -> Path:
+def run(toy: Path, tmp_path: Path) -> Path:
     """A copy of the run that a test may damage."""
-    return shutil.copytree(world / "run", tmp_path / "run", symlinks=True)
+    return shutil.copytree(toy / "run", tmp_path / "run", symlinks=True)
 
 
 def flip(path: Path, position: float, bit: int = 3) -> None:
@@ -170,27 +170,27 @@ def test_any_flipped_bit_is_noticed_or_harmless(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bit flipped", "rank state gone"])
 def test_resume_goes_on_from_the_one_before(
-    world: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    toy: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stopped after step 5, whose checkpoint is damaged: from step 4, bit for bit as if nothing had happened."""
-    recipe, run = str(world / "recipe.yaml"), tmp_path / "run"
+    recipe, run = str(toy / "recipe.yaml"), tmp_path / "run"
     assert main(["--recipe", recipe, f"output_dir={run}", "training.max_steps=5"]) == 0
     damage, message = DAMAGES[name]
     damage(run / "tiny-step5")
     assert main(["--recipe", recipe, f"output_dir={run}", "--resume"]) == 0
     said = capsys.readouterr().err
     assert re.search(f"checkpoint tiny-step5 cannot be used: {message}.*; tiny-step4 is used instead", said)
-    assert_same_run(run, world / "run")
+    assert_same_run(run, toy / "run")
     assert [folder.step for folder in folders(run)] == [2, 4, 6], "what was damaged is gone"
 
 
 def test_resume_without_a_complete_checkpoint_touches_nothing(
-    world: Path, run: Path, capsys: pytest.CaptureFixture[str]
+    toy: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder in folders(run):
         (folder.path / "training_state.pt").unlink()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    arguments = ["--recipe", str(world / "recipe.yaml"), f"output_dir={run}"]
+    arguments = ["--recipe", str(toy / "recipe.yaml"), f"output_dir={run}"]
     assert main([*arguments, "--resume"]) == 2
     assert "holds no complete checkpoint" in capsys.readouterr().err
     assert main(arguments) == 2, "nor is it taken for an empty directory"
@@ -199,7 +199,7 @@ def test_resume_without_a_complete_checkpoint_touches_nothing(
     for folder in folders(run):
         shutil.rmtree(folder.path)
     assert main([*arguments, "--resume"]) == 0, "as the message says"
-    assert_same_run(run, world / "run")
+    assert_same_run(run, toy / "run")
 
 
 def test_export_takes_the_newest_complete_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
