@@ -30,7 +30,7 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
         RecipeError: it cannot run as it is; the message says what would.
     """
     config = recipe.specforge_config
-    training, workers = config.training, config.data.dataloader_num_workers
+    training = config.training
     check_environment(recipe, ranks)
     algorithm, target, draft_config = resolve_models(recipe)
     source = plan_stream(recipe) if recipe.stream else find_features("data", config.data.hidden_states_path, target)
@@ -43,6 +43,9 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
                 f"{min(shared)} among them; capture others"
             )
     schedule = make_schedule(config, ranks, len(source.names))
+    workers = config.data.dataloader_num_workers
+    if workers is None:
+        workers = algorithm.providers.model.default_dataloader_num_workers
     settings = draft_config.dspine_config
     if settings["alignment_warmup_steps"] is None:  # the exported draft records what was done
         draft_config.dspine_config = settings | {"alignment_warmup_steps": schedule.warmup_steps}
@@ -64,9 +67,7 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
             max_checkpoints=training.max_checkpoints,
             eval_interval=recipe.heldout.interval if recipe.heldout is not None else 0,
             log_interval=training.log_interval,
-            dataloader_num_workers=algorithm.providers.model.default_dataloader_num_workers
-            if workers is None
-            else workers,
+            dataloader_num_workers=workers,
         ),
         tracker=tracker_options(config),
         source=source,
@@ -197,9 +198,6 @@ def tracker_options(config: Config) -> dict[str, Any] | None:
     """Return the options of SpecForge's tracker, runs and projects named; None without a tracker."""
     if config.tracking.report_to == "none":
         return None
-    options: dict[str, Any] = config.tracking.model_dump()
-    for name in ("wandb_name", "swanlab_name", "mlflow_run_name"):
-        options[name] = options[name] or config.run_id
-    for name in ("wandb_project", "swanlab_project", "mlflow_experiment_name"):
-        options[name] = options[name] or "specforge-dspine"
-    return options
+    runs = dict.fromkeys(("wandb_name", "swanlab_name", "mlflow_run_name"), config.run_id)
+    projects = dict.fromkeys(("wandb_project", "swanlab_project", "mlflow_experiment_name"), "specforge-dspine")
+    return config.tracking.model_dump() | runs | projects | config.tracking.model_dump(exclude_none=True)

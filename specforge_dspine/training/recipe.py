@@ -25,12 +25,9 @@ from specforge_dspine.utils.files import atomic_write
 
 ALGORITHM = "dspine"
 SPECFORGE_SECTIONS = ("model", "data", "training", "tracking", "runtime", "run_id", "output_dir")
-REFUSED_SECTIONS = {
-    "deployment": "not read here; torchrun gives the trainer's topology, and stream: the servers",
-    "profiling": "not read here; remove it",
-}
-# Keys that SpecForge accepts for every algorithm and DSpine ignores, with what to use instead.
+# Sections and keys that SpecForge accepts for every algorithm and DSpine ignores, with what to use instead.
 NOT_READ: dict[str, dict[str, str | None]] = {
+    "": {"deployment": "torchrun for the ranks, and stream for the servers", "profiling": None},
     "training": {
         "dspark_ce_loss_alpha": "dspine.ce_weight",
         "dspark_l1_loss_alpha": "dspine.ce_weight (ℓ1 gets 1 − ce_weight)",
@@ -125,8 +122,8 @@ class Recipe:
     def resolved(self) -> dict[str, Any]:
         """Return the recipe with every default filled in; ``check_recipe`` reads it back as this recipe."""
         document = self.specforge_config.model_dump(mode="json", include=set(SPECFORGE_SECTIONS))
-        for section, keys in NOT_READ.items():
-            document[section] = {key: value for key, value in document[section].items() if key not in keys}
+        for section in NOT_READ.keys() & document.keys():
+            document[section] = {k: v for k, v in document[section].items() if k not in NOT_READ[section]}
         ours = {"dspine": self.dspine, "stream": self.stream, "heldout": self.heldout}
         return document | {name: given.model_dump(mode="json") for name, given in ours.items() if given is not None}
 
@@ -211,9 +208,6 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 
 def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
     """Validate a recipe document for ``world_size`` trainer processes."""
-    for section, why in REFUSED_SECTIONS.items():
-        if section in document:
-            raise RecipeError(f"{section}: {why}")
     sections: dict[str, Any] = {name: Config.model_fields[name].annotation for name in SPECFORGE_SECTIONS}
     sections |= {"dspine": DSpineOptions, "stream": StreamOptions, "heldout": HeldoutOptions}
     refuse_unread(document, sections, "")
