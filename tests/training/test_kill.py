@@ -95,8 +95,10 @@ class User:
             self.kill(process, "training")
 
     def kill(self, process: subprocess.Popen[bytes], phase: str) -> None:
-        """Kill the group and look at what is left; a process that ended by itself must have named a remedy."""
+        """Kill the group and look at what is left; a process that failed by itself must have named a remedy."""
         status = process.poll()
+        if status == 0:
+            return  # too late: the run has ended
         if status is not None:
             self.remedy(status)
             return
