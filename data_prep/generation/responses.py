@@ -23,7 +23,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.cleaning.conversations import read_messages, user_turns
-from data_prep.cleaning.exact_dedup import SeenKeys
 from data_prep.generation.server_pool import RequestFailed, ServerPool
 from data_prep.pipeline.rows import errors_as_invalid_row, hash_64, row_name
 from data_prep.readers.inputs import Inputs, rows_of
@@ -80,7 +79,7 @@ class Conversations:
     def __init__(self, inputs: Inputs, ledger: Ledger, limit: int | None) -> None:
         self._rows = islice(rows_of(inputs), limit)
         self._ledger = ledger
-        self._names = SeenKeys()
+        self._names: set[int] = set()
         self.rows_in = 0
 
     def unanswered(self, bar: tqdm[Any]) -> Iterator[Conversation]:
@@ -108,10 +107,9 @@ class Conversations:
         if (turns := len(user_turns(messages))) > MAX_TURNS:
             raise InvalidRow("too many turns", f"{turns} > {MAX_TURNS}")
         name = row_name(source, entry, messages)
-        (known,) = self._names.known([key := hash_64(name)])
-        if known and name == entry.get("id"):
-            raise InvalidRow("duplicate id", f"{name}: ids must differ; data_prep.prompts writes unique ids")
-        if known:
+        if (key := hash_64(name)) in self._names:
+            if name == entry.get("id"):
+                raise InvalidRow("duplicate id", f"{name}: ids must differ; data_prep.prompts writes unique ids")
             raise InvalidRow("duplicate", "the same conversation came before, and neither has an id")
         self._names.add(key)
         origin = entry["source"] if isinstance(entry.get("source"), str) else source
@@ -143,8 +141,8 @@ class TurnResult:
         if self.record is not None:
             ledger.keep(to_line(self.record), place=place)
         else:
-            where = {"id": conversation.name, "turn": self.turn, "place": place}
-            ledger.drop(conversation.file, conversation.line, self.reason, self.detail, **where)
+            where, facts = (conversation.file, conversation.line), {"id": conversation.name, "turn": self.turn}
+            ledger.drop(*where, self.reason, self.detail, place=place, **facts)
 
 
 class ResponseGenerator:

@@ -46,9 +46,9 @@ class Inputs:
     ignored: list[str]
 
     @property
-    def identities(self) -> list[list[str]]:
-        """Names and identities in order: in another order, or twice, inputs give other rows."""
-        return [[each.name, each.identity] for each in self.found]
+    def identities(self) -> dict[str, str]:
+        """Identities by number and name: in another order, or twice, inputs give other rows."""
+        return {f"{number} {each.name}": each.identity for number, each in enumerate(self.found, 1)}
 
 
 def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
