@@ -42,11 +42,7 @@ class InspectOptions(JobOptions):
 
 
 def inspect(options: InspectOptions) -> str:
-    """Do what the command line says; returns a sentence about the result.
-
-    Raises:
-        ValueError: bad inputs, an output of another job, or not one sample.
-    """
+    """Show and count the samples; returns a sentence about the result."""
     config, tokenizer = load_target(options.target)
     fingerprint = model_fingerprint(options.target)[:SHORT]
     ends, pad = end_ids(options.target, tokenizer), tokenizer.pad_token_id

@@ -74,9 +74,7 @@ class SampleBuilder:
     """Builds samples for one target; a response that does not fit the maximum length loses its end, marked."""
 
     def __init__(self, settings: SampleSettings, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._settings = settings
-        self._target = target
-        self._tokenizer = tokenizer
+        self._settings, self._target, self._tokenizer = settings, target, tokenizer
         self._end_ids = end_ids(target.path, tokenizer)
         pad = tokenizer.pad_token_id
         self._padding = None if pad in self._end_ids else pad  # many targets end with their pad token
@@ -134,13 +132,10 @@ class SampleBuilder:
 
     def _of_rendered(self, name: str, source: str, messages: list[Message], *, was_cut: bool) -> dict[str, Any]:
         thinking = THINKING[self._settings.thinking or "none"]
-        rendered = render_response(self._tokenizer, messages, self._ends, enable_thinking=thinking, was_cut=was_cut)
-        prompt, output = (
-            list(self._tokenizer(text, add_special_tokens=False).input_ids)
-            for text in (rendered.prompt, rendered.completion)
-        )
+        texts = render_response(self._tokenizer, messages, self._ends, enable_thinking=thinking, was_cut=was_cut)
+        prompt, output = (list(self._tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
         if not self._end_ids.isdisjoint(output[:-1]):
-            raise InvalidRow("an end token inside of the response", f"{rendered.completion[-60:]!r}")
+            raise InvalidRow("an end token inside of the response", f"{texts[1][-60:]!r}")
         if marks := self._markers.intersection(output):
             names = ", ".join(map(str, self._tokenizer.convert_ids_to_tokens(sorted(marks))))
             detail = f"{names}; they would be trained on as tokens"
