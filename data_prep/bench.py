@@ -33,9 +33,9 @@ many then them would write like so these her long make thing see him two has loo
 SENTENCES = 4000
 
 
-def chats(megabytes: float, seed: int = 0) -> Iterator[bytes]:
+def chats(megabytes: float) -> Iterator[bytes]:
     """ShareGPT rows of about two kilobytes, ``megabytes`` of them, every one different."""
-    draw, words = random.Random(seed), COMMON_WORDS.split()
+    draw, words = random.Random(0), COMMON_WORDS.split()
     sentences = [" ".join(draw.choices(words, k=draw.randint(6, 16))) for _ in range(SENTENCES)]
     size = 0
     for number in count():
@@ -53,14 +53,13 @@ def chats(megabytes: float, seed: int = 0) -> Iterator[bytes]:
 
 def write_chats(path: Path, megabytes: float) -> int:
     """Write ``chats`` as the array that ShareGPT's file is (.json) or line by line; returns the rows."""
+    opening, separator, closing = (b"[", b",", b"]\n") if path.suffix == ".json" else (b"", b"", b"")
     rows = 0
-    bar = tqdm(chats(megabytes), desc=f"generating {path.name}", unit=" rows", leave=False, disable=None)
     with atomic_write(path) as file:
-        is_array = path.suffix == ".json"
-        for rows, row in enumerate(bar, 1):
-            before = b"" if not is_array else b"[" if rows == 1 else b","
-            file.write(before + row)
-        file.write(b"]\n" if is_array else b"")
+        for row in tqdm(chats(megabytes), desc=f"generating {path.name}", unit=" rows", leave=False, disable=None):
+            file.write((separator if rows else opening) + row)
+            rows += 1
+        file.write(closing)
     return rows
 
 

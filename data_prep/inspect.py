@@ -22,7 +22,7 @@ from data_prep.pipeline.rows import errors_as_invalid_row
 from data_prep.readers.inputs import open_inputs, rows_of
 from data_prep.samples.page import Line, html_page, sample_lines, statistics_lines, terminal_text
 from data_prep.samples.statistics import SampleStatistics, TargetVocabulary, read_sample
-from specforge_dspine.utils.chat_template import SHORT, end_ids, tokenizer_identity
+from specforge_dspine.utils.chat_template import SHORT, tokenizer_identity
 from specforge_dspine.utils.cli import Command, option, run_command
 from specforge_dspine.utils.files import printable
 from specforge_dspine.utils.fingerprint import model_fingerprint
@@ -42,21 +42,10 @@ class InspectOptions(JobOptions):
 
 
 def inspect(options: InspectOptions) -> str:
-    """Do what the command line says; returns a sentence about the result.
-
-    Raises:
-        ValueError: bad inputs, an output of another job, or not one sample.
-    """
+    """Show and count the samples; returns a sentence about the result."""
     config, tokenizer = load_target(options.target)
     fingerprint = model_fingerprint(options.target)[:SHORT]
-    ends, pad = end_ids(options.target, tokenizer), tokenizer.pad_token_id
-    vocabulary = TargetVocabulary(
-        size=config.vocab_size,
-        end_ids=ends,
-        pad_id=None if pad in ends else pad,  # many targets end with their pad token
-        mask_id=options.mask_token_id,
-        marker_ids=frozenset(tokenizer.all_special_ids) - ends,
-    )
+    vocabulary = TargetVocabulary.of(options.target, tokenizer, config.vocab_size, options.mask_token_id)
     inputs = open_inputs(options.input, limited=options.limit is not None)
     depends = {
         "show": options.show,

@@ -125,16 +125,11 @@ def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], dict[
 
 
 def select_prompts(options: PromptOptions) -> str:
-    """Do what the command line says; returns a sentence about the result.
-
-    Raises:
-        ValueError: bad inputs, outputs of another job, or not one prompt.
-    """
+    """Write the prompts of all outputs; returns a sentence about the result."""
     inputs = open_inputs(options.input, limited=options.limit is not None)
     texts, sets = evaluation_texts(options.decontaminate)
-    rules = Rules(**options.model_dump(include=set(Rules.model_fields)))
-    if options.heldout is None:
-        rules = rules.model_copy(update={"heldout_share": 0.0})
+    share = {"heldout_share": 0.0} if options.heldout is None else {}
+    rules = Rules(**options.model_dump(include=set(Rules.model_fields)) | share)
     depends = {
         **rules.model_dump(),
         **options.model_dump(include={"heldout_limit", "interleave"}),

@@ -64,12 +64,7 @@ class RegenerateOptions(GenerationSettings, JobOptions):
 
 
 def regenerate(options: RegenerateOptions) -> str:
-    """Do what the command line says; returns a sentence about the result.
-
-    Raises:
-        ValueError, ConnectionError: bad inputs, an output of another job, no server or another target's.
-        RunError: all servers are lost on the way.
-    """
+    """Generate a response to every user turn; returns a sentence about the result."""
     config, tokenizer = load_target(options.target)
     check_template(tokenizer, THINKING[options.thinking])
     if tokenizer.eos_token_id is None:

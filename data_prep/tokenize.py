@@ -48,11 +48,7 @@ class TokenizeOptions(SampleSettings, JobOptions):
 
 
 def tokenize(options: TokenizeOptions) -> str:
-    """Do what the command line says; returns a sentence about the result.
-
-    Raises:
-        ValueError: bad options or inputs, an output of another job, or not one sample.
-    """
+    """Write a sample of every response; returns a sentence about the result."""
     config, tokenizer = load_target(options.target)
     if options.use_dataset_responses:
         check_template(tokenizer, THINKING[options.thinking or "none"])
@@ -63,8 +59,8 @@ def tokenize(options: TokenizeOptions) -> str:
     max_length = options.max_length or config.max_position_embeddings
     if max_length <= MIN_SUPERVISED:
         raise ValueError(f"--max-length {max_length}: leaves no room for a prompt and a response")
-    settings = SampleSettings(**options.model_dump(include=set(SampleSettings.model_fields)))
-    settings = settings.model_copy(update={"max_length": max_length, "mask_token_id": mask_token_id})
+    resolved = {"max_length": max_length, "mask_token_id": mask_token_id}
+    settings = SampleSettings(**options.model_dump(include=set(SampleSettings.model_fields)) | resolved)
     target = Target(options.target, model_fingerprint(options.target)[:SHORT], config.vocab_size)
     inputs = open_inputs(options.input, limited=options.limit is not None)
     depends = {

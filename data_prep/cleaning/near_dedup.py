@@ -51,8 +51,7 @@ class NearIndex:
     def __init__(self, db: sqlite3.Connection, threshold: float) -> None:
         split = MinHashLSH(threshold=min(threshold, MOST_BANDED), num_perm=PERMUTATIONS)  # which bands suit it
         self._bands, self._rows = split.b, split.r
-        self._threshold = threshold
-        self._db = db
+        self._threshold, self._db = threshold, db
         db.executescript(SCHEMA)
 
     def find(self, wanted: bytes) -> tuple[str, float] | None:

@@ -95,9 +95,7 @@ class ServerPool:
     """
 
     def __init__(self, urls: Sequence[str], required: Requirements, timeout_s: float, patience_s: float) -> None:
-        self._required = required
-        self._timeout_s = timeout_s
-        self._patience_s = patience_s
+        self._required, self._timeout_s, self._patience_s = required, timeout_s, patience_s
         self._servers = [_Server(url) for url in urls]
         self._lock = threading.Lock()
         self._of_thread = threading.local()
@@ -179,7 +177,7 @@ class ServerPool:
 
     def _client(self, url: str) -> SGLangClient:
         """A connection of this thread's own."""
-        clients: dict[str, SGLangClient] = self._of_thread.__dict__.setdefault("clients", {})
+        clients: dict[str, SGLangClient] = vars(self._of_thread)
         if url not in clients:
             clients[url] = SGLangClient(url, timeout_s=self._timeout_s)
         return clients[url]

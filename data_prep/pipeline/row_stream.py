@@ -32,9 +32,7 @@ class RowStream:
         positions = was["streams"] or [(0, 0, 0)] * len(sequences)
         self._streams = [_InputStream(*each, pool) for each in zip(sequences, positions, strict=True)]
         self._next: int | None = was["next"]
-        self._ledger = ledger
-        self._pool = pool
-        self._interleave = interleave
+        self._ledger, self._pool, self._interleave = ledger, pool, interleave
         self.rows_in: int = was["rows_in"]
 
     def __iter__(self) -> Iterator[tuple[str, list[Any]]]:

@@ -16,7 +16,8 @@ from data_prep.cleaning.conversations import read_conversation
 from data_prep.pipeline.rows import Results, errors_as_invalid_row, hash_64, map_rows, row_id, row_name
 from data_prep.readers.chunks import Chunk
 from data_prep.samples.rendering import render_response
-from specforge_dspine.utils.chat_template import THINKING, Message, end_ids
+from data_prep.samples.statistics import TargetVocabulary
+from specforge_dspine.utils.chat_template import THINKING, Message
 from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.invalid_row import InvalidRow
@@ -74,14 +75,9 @@ class SampleBuilder:
     """Builds samples for one target; a response that does not fit the maximum length loses its end, marked."""
 
     def __init__(self, settings: SampleSettings, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._settings = settings
-        self._target = target
-        self._tokenizer = tokenizer
-        self._end_ids = end_ids(target.path, tokenizer)
-        pad = tokenizer.pad_token_id
-        self._padding = None if pad in self._end_ids else pad  # many targets end with their pad token
-        self._markers = frozenset(tokenizer.all_special_ids) - self._end_ids
-        self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(self._end_ids)]
+        self._settings, self._target, self._tokenizer = settings, target, tokenizer
+        self._vocabulary = TargetVocabulary.of(target.path, tokenizer, target.vocab_size, settings.mask_token_id)
+        self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(self._vocabulary.end_ids)]
 
     def samples(self, source: str, entry: Any) -> Iterator[dict[str, Any] | InvalidRow]:
         """A sample for every response in ``entry``, or why it gives none.
@@ -120,8 +116,8 @@ class SampleBuilder:
             raise InvalidRow("a response of another target", f"{target!r}, not {self._target.fingerprint!r}")
         if finish not in FINISHES:
             raise InvalidRow("unknown finish", f"{finish!r}: stop or length, or none if nobody knows")
-        ends = [at for at, token in enumerate(lists[1]) if token in self._end_ids]
-        if ends and set(lists[1][ends[0] + 1 :]) - {self._padding}:
+        ends = [at for at, token in enumerate(lists[1]) if token in self._vocabulary.end_ids]
+        if ends and set(lists[1][ends[0] + 1 :]) - {self._vocabulary.pad_id}:
             raise InvalidRow("an end token inside of the response", f"at place {ends[0]} of {len(lists[1])} ids")
         name, origin = record.get("id"), record.get("source")
         return self._sample(
@@ -134,18 +130,15 @@ class SampleBuilder:
 
     def _of_rendered(self, name: str, source: str, messages: list[Message], *, was_cut: bool) -> dict[str, Any]:
         thinking = THINKING[self._settings.thinking or "none"]
-        rendered = render_response(self._tokenizer, messages, self._ends, enable_thinking=thinking, was_cut=was_cut)
-        prompt, output = (
-            list(self._tokenizer(text, add_special_tokens=False).input_ids)
-            for text in (rendered.prompt, rendered.completion)
-        )
-        if not self._end_ids.isdisjoint(output[:-1]):
-            raise InvalidRow("an end token inside of the response", f"{rendered.completion[-60:]!r}")
-        if marks := self._markers.intersection(output):
+        texts = render_response(self._tokenizer, messages, self._ends, enable_thinking=thinking, was_cut=was_cut)
+        prompt, output = (list(self._tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
+        if not self._vocabulary.end_ids.isdisjoint(output[:-1]):
+            raise InvalidRow("an end token inside of the response", f"{texts[1][-60:]!r}")
+        if marks := self._vocabulary.marker_ids.intersection(output):
             names = ", ".join(map(str, self._tokenizer.convert_ids_to_tokens(sorted(marks))))
             detail = f"{names}; they would be trained on as tokens"
             raise InvalidRow("the template's markers inside of the response", detail)
-        finish = "stop" if output and output[-1] in self._end_ids else "length"
+        finish = "stop" if output and output[-1] in self._vocabulary.end_ids else "length"
         return self._sample(name, source, prompt, output, origin=DATASET, finish=finish)
 
     def _sample(
@@ -162,7 +155,7 @@ class SampleBuilder:
             raise InvalidRow("the prompt exceeds the maximum length", f"{len(prompt)} of {settings.max_length}")
         cut = max(0, len(output) - room)
         output = output[:room]
-        output_mask = [int(token != self._padding) for token in output]
+        output_mask = [int(token != self._vocabulary.pad_id) for token in output]
         if sum(output_mask) < MIN_SUPERVISED:
             raise InvalidRow(f"fewer than {MIN_SUPERVISED} supervised tokens", f"{sum(output_mask)}")
         sample = {

@@ -10,7 +10,6 @@ or a line break behind the end token is the template's, not the target's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specforge_dspine.utils.chat_template import Message, template_errors
@@ -22,14 +21,6 @@ if TYPE_CHECKING:
 PLACEHOLDER = "specforge-dspine: an answer stands here"
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """``prompt`` is given to the target, ``completion`` is what it would write."""
-
-    prompt: str
-    completion: str
-
-
 def render_response(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -37,8 +28,8 @@ def render_response(
     *,
     enable_thinking: bool | None,
     was_cut: bool,
-) -> Rendered:
-    """The last message, an assistant's, and what comes before it.
+) -> tuple[str, str]:
+    """The prompt given to the target, and the completion that it would write: the last message, an assistant's.
 
     Args:
         ends: texts of the tokens that end a response.
@@ -71,15 +62,14 @@ def render_response(
         raise InvalidRow("the template rewrites the response", f"{content[:60]!r} became {added[:60]!r}")
     ending = "" if was_cut else next((text for text in ends if tail.startswith(text)), "")
     if reasoning:  # the target itself opens its reasoning
-        return Rendered(prompt, opening + body + ending)
-    return Rendered(prompt + opening, body + ending)
+        return prompt, opening + body + ending
+    return prompt + opening, body + ending
 
 
 def _added(prompt: str, whole: str) -> str:
     """What ``whole`` has behind ``prompt``."""
     if not whole.startswith(prompt):
         at = next((k for k, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
-        raise InvalidRow(
-            "the template renders a prompt differently with its response", f"at {prompt[at : at + 40]!r}"
-        )
+        reason = "the template renders a prompt differently with its response"
+        raise InvalidRow(reason, f"at {prompt[at : at + 40]!r}")
     return whole[len(prompt) :]

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from specforge_dspine.utils.chat_template import end_ids
 from specforge_dspine.utils.invalid_row import InvalidRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FIGURES = ("tokens", "supervised tokens", "anchors")
 EXAMPLES = 5  # places that a warning names
@@ -73,6 +78,13 @@ class TargetVocabulary:
     pad_id: int | None
     mask_id: int | None
     marker_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, path: Path, tokenizer: PreTrainedTokenizerBase, size: int, mask_id: int | None) -> TargetVocabulary:
+        """The vocabulary of the target in the folder ``path``."""
+        ends, pad = end_ids(path, tokenizer), tokenizer.pad_token_id
+        pad_id = None if pad in ends else pad  # many targets end with their pad token
+        return cls(size, ends, pad_id, mask_id, frozenset(tokenizer.all_special_ids) - ends)
 
 
 @dataclass

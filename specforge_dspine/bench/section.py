@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specforge_dspine.bench.models import PLAIN, Bench
@@ -16,14 +16,14 @@ from specforge_dspine.bench.models import PLAIN, Bench
 GOALS = {"DSpine ÷ DFlash": 1.25, f"DSpine ÷ {PLAIN}": 1.10, "objective's peak, 64 chunks ÷ none": 1 / 8}
 
 
+@dataclass
 class Section:
     """Lines of the table (quantity, value, unit, note), the goals among them, and every raw number."""
 
-    def __init__(self, *, failed: bool = False) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self.goals: dict[str, dict[str, Any]] = {}
-        self.raw: dict[str, Any] = {}
-        self.failed = failed
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    goals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    raw: dict[str, Any] = field(default_factory=dict)
+    failed: bool = False
 
     def add(self, quantity: str, value: float, unit: str = "", note: str = "") -> None:
         """Add a line; whether a goal is met goes into its note."""

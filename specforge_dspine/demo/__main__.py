@@ -20,11 +20,10 @@ import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
-from specforge_dspine.demo.prepare import HELDOUT, TRAIN, PrepareOptions, prepare_data, samples_path
+from specforge_dspine.demo.prepare import HELDOUT, TRAIN, DataOptions, PrepareOptions, prepare_data, samples_path
 from specforge_dspine.training.recipe import Recipe, load_recipe
-from specforge_dspine.utils.cli import Command, Options, option, run_command
+from specforge_dspine.utils.cli import Command, run_command
 from specforge_dspine.utils.files import write_json
 from specforge_dspine.utils.stages import Stages
 
@@ -36,17 +35,7 @@ EVALUATIONS: dict[str, tuple[object, ...]] = {  # greedy ones replay the respons
 }
 
 
-class DemoOptions(Options):
-    """Options of the demo."""
-
-    recipe: Path = option("recipe to train")
-    out: Path = option("folder for prompts, responses, evaluations and the report")
-    prompts: int = option("training prompts", default=250, ge=1)
-    heldout: int = option("held-out prompts", default=64, ge=1)
-    new_tokens: int = option("tokens of a response at most", default=64, ge=1)
-
-
-def demo(options: DemoOptions) -> str:
+def demo(options: DataOptions) -> str:
     """Run all stages; returns how long each took."""
     started, out, recipe = time.monotonic(), options.out, load_recipe(options.recipe)
     with Stages() as stages:
@@ -68,7 +57,7 @@ def demo(options: DemoOptions) -> str:
     return f"\nseconds: {times}\nlook at {out}/report.png"
 
 
-def evaluate(stages: Stages, recipe: Recipe, options: DemoOptions, name: str) -> None:
+def evaluate(stages: Stages, recipe: Recipe, options: DataOptions, name: str) -> None:
     """Run one of ``EVALUATIONS`` of the exported draft."""
     stages.run(
         "specforge_dspine.evaluate",
@@ -83,7 +72,7 @@ def evaluate(stages: Stages, recipe: Recipe, options: DemoOptions, name: str) ->
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     advice = "the same command keeps the responses made so far"
-    return run_command(Command(DemoOptions, demo), argv, module="specforge_dspine.demo", doc=__doc__, advice=advice)
+    return run_command(Command(DataOptions, demo), argv, module="specforge_dspine.demo", doc=__doc__, advice=advice)
 
 
 if __name__ == "__main__":

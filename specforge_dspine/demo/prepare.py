@@ -40,16 +40,21 @@ SERVERS = 2  # one thread each: two cores
 BATCH = 32  # prompts that a server works on at a time
 
 
-class PrepareOptions(Options):
-    """Options of the preparation."""
+class DataOptions(Options):
+    """Options that the demo and its preparation share."""
 
     recipe: Path = option("recipe that names target, tapped layers, dtype and lengths")
-    out: Path = option("folder for prompts, responses, samples and features")
+    out: Path = option("folder for prompts, responses and all that is made of them")
     prompts: int = option("training prompts", default=250, ge=1)
     heldout: int = option("held-out prompts", default=64, ge=1)
+    new_tokens: int = option("tokens of a response at most", default=64, ge=1)
+
+
+class PrepareOptions(DataOptions):
+    """Options of the preparation."""
+
     benchmarks: tuple[str, ...] = option("such as mt-bench human-eval", default=(), metavar="NAME")
     benchmark_prompts: int = option("prompts of each benchmark", default=48, ge=1)
-    new_tokens: int = option("tokens of a response at most", default=64, ge=1)
     capture: tuple[str, ...] = option("splits to capture features of", default=(HELDOUT,), metavar="SPLIT")
 
     @property

@@ -31,19 +31,14 @@ class Branches:
     tokens: Tensor
     taps: Tensor
 
-    @property
-    def positions(self) -> Tensor:
-        """Positions of the context [S + N·M]."""
-        return context_positions(self.ids, self.anchors, self.tokens.shape[1])
-
     def label(self, offset: Tensor) -> Tensor:
         """Right tokens [N, n] at ``offset`` [N, n] from each anchor."""
         return self.ids[self.anchors[:, None] + offset]
 
 
-def context_positions(ids: Tensor, anchors: Tensor, proposals: int) -> Tensor:
-    """Positions of a sequence and its branches [S + N·M]."""
-    steps = torch.arange(1, proposals + 1, device=ids.device)
+def context_positions(ids: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
+    """Positions [S + N·M] of a sequence ``ids`` [S] and the branches ``tokens`` [N, M] of its ``anchors`` [N]."""
+    steps = torch.arange(1, tokens.shape[1] + 1, device=ids.device)
     return torch.cat([torch.arange(len(ids), device=ids.device), (anchors[:, None] + steps).flatten()])
 
 
@@ -65,7 +60,7 @@ def encode(model: Any, layers: Sequence[int], ids: Tensor, anchors: Tensor, toke
     out = model(
         torch.cat([ids, tokens.flatten()])[None],
         attention_mask=mask[None, None],
-        position_ids=context_positions(ids, anchors, proposals)[None],
+        position_ids=context_positions(ids, anchors, tokens)[None],
         output_hidden_states=True,
         use_cache=False,
         logits_to_keep=1,
@@ -110,8 +105,9 @@ def draft_from(
     ids = torch.full((count, block), draft.mask_token_id, dtype=torch.long, device=tokens.device)
     ids[:, 0] = tokens
     slots = positions[:, None] + torch.arange(block, device=tokens.device)
+    context = context_positions(branches.ids, branches.anchors, branches.tokens)
     output: DraftOutput = draft(
-        position_ids=torch.cat([branches.positions, slots.flatten()])[None],
+        position_ids=torch.cat([context, slots.flatten()])[None],
         attention_mask=mask,
         noise_embedding=embedding[ids.flatten()][None],
         target_hidden=branches.taps[None].to(embedding.dtype),

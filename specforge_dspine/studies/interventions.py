@@ -16,23 +16,23 @@ anchor at a, as it would decode them. Layers count from 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
 from itertools import combinations, product
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.proposal import propose_by_walk
 from specforge_dspine.decoding.sampling import GREEDY
 from specforge_dspine.decoding.transition_cache import transition_cache
-from specforge_dspine.modeling.draft_model import DraftOutput
+from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
 from specforge_dspine.objective.curriculum import sample_generator
 from specforge_dspine.studies.branches import Branches, block_view, draft_from, history
-from specforge_dspine.studies.layer_hooks import codes_by_layer, masks_by_layer
 
 BACKBONE, REFINED = "backbone", "refined"
 RIGHT, PREDICTED = "right", "predicted"
@@ -41,6 +41,38 @@ EVERY_SUBSET = 4  # up to so many layers, all of their subsets are schedules
 
 Schedule = tuple[int, ...]
 """The layers, from 1, that an intervention changes."""
+
+
+@contextmanager
+def masks_by_layer(draft: DSpineDraftModel, masks: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let layer ℓ, from 0, attend by ``masks[ℓ]`` [R, 1, N·B, keys] (bool) instead of by the forward's own mask."""
+
+    def replace(mask: Tensor, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return args, kwargs | {"attention_mask": mask}
+
+    with ExitStack() as stack:
+        for layer, mask in masks.items():
+            hook = partial(replace, mask)
+            stack.enter_context(draft.layers[layer].register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+
+
+@contextmanager
+def codes_by_layer(draft: DSpineDraftModel, predecessors: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let the injection after layer ℓ, from 0, read the codes of ``predecessors[ℓ]`` [R, N, M] in all slots 1..M.
+
+    In other layers slot 1 reads the anchor's code and every later slot the feature of its neighbor, as usual.
+    """
+
+    def replace(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        layer, states, codes, known = args
+        if layer in predecessors:
+            codes, known = draft.codes(predecessors[layer], states.dtype), known | True
+        return layer, states, codes, known
+
+    assert draft.injection is not None
+    with draft.injection.register_forward_pre_hook(replace):
+        yield
 
 
 def schedules(first: int, last: int) -> list[Schedule]:

@@ -9,6 +9,7 @@ injection, if the draft has one. The draft itself is not changed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,10 @@ from tqdm import tqdm
 from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.modeling.blocks import forward_blocks
+from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.objective.curriculum import draw_blocks
 from specforge_dspine.objective.supervision import supervised_positions
 from specforge_dspine.studies.interventions import BACKBONE, REFINED
-from specforge_dspine.studies.layer_hooks import recorded_states
 
 EPS = 1e-6
 CHUNK = 512  # positions whose logits exist at a time
@@ -58,6 +59,20 @@ class LayerStates(NamedTuple):
     label: Tensor
     slot: Tensor
     choices: dict[str, Tensor]
+
+
+@contextlib.contextmanager
+def recorded_states(draft: DSpineDraftModel) -> Iterator[list[Tensor]]:
+    """A list that gets h_1 .. h_L [R, N·B, H] of every forward inside the context; h_L is what ``norm`` receives."""
+    states: list[Tensor] = []
+
+    def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states.append(kwargs["hidden_states"] if kwargs else args[0])
+
+    with contextlib.ExitStack() as stack:
+        for reader in (*list(draft.layers)[1:], draft.norm):
+            stack.enter_context(reader.register_forward_pre_hook(record, with_kwargs=True))
+        yield states
 
 
 @torch.no_grad()

@@ -81,14 +81,8 @@ def timing_figures(records: Sequence[Record]) -> dict[str, Any]:
     """K of every output and schedule, over all blocks and over those whose predicted history is wrong somewhere."""
     wrong = [np.array(record["history_wrong"], dtype=bool) for record in records]
 
-    def sums(output: str, schedule: str, chosen: Sequence[np.ndarray]) -> Sums:
-        values = [
-            np.array(record["timing"][output][schedule])[at] for record, at in zip(records, chosen, strict=True)
-        ]
-        return np.array([each.sum() for each in values], float), np.array([len(each) for each in values], float)
-
-    def figures(output: str, schedule: str, chosen: Sequence[np.ndarray]) -> dict[str, Any]:
-        own, reference = (sums(output, name, chosen) for name in (schedule, NONE))
+    def figures(lengths: Sequence[Mapping[str, Any]], schedule: str, chosen: Sequence[np.ndarray]) -> dict[str, Any]:
+        own, reference = (masked_sums([each[name] for each in lengths], chosen) for name in (schedule, NONE))
         found = {"K": ratio(own)}
         if schedule != NONE:
             found["difference"] = difference(own, reference)
@@ -96,35 +90,25 @@ def timing_figures(records: Sequence[Record]) -> dict[str, Any]:
         return found
 
     every = [np.ones_like(each) for each in wrong]
-    return {
-        "history_wrong": ratio(
-            (np.array([each.sum() for each in wrong], float), np.array([len(each) for each in wrong], float))
-        ),
-        "outputs": {
-            output: {
-                schedule: figures(output, schedule, every) | {"where_history_wrong": figures(output, schedule, wrong)}
-                for schedule in schedules
-            }
-            for output, schedules in records[0]["timing"].items()
-        },
-    }
+    outputs: dict[str, Any] = {}
+    for output, schedules in records[0]["timing"].items():
+        lengths = [record["timing"][output] for record in records]
+        outputs[output] = {
+            name: figures(lengths, name, every) | {"where_history_wrong": figures(lengths, name, wrong)}
+            for name in schedules
+        }
+    return {"history_wrong": ratio(masked_sums(wrong, every)), "outputs": outputs}
 
 
 def predecessor_figures(records: Sequence[Record]) -> dict[str, Any]:
     """Accuracy of the successor by history and predecessor, and the differences that matter."""
     found = flag_figures(records, "predecessor", None)
     for where, chosen in conditions(records).items():
-        pairs = {
-            name: [flag_sums(records, "predecessor", each, chosen) for each in pair]
-            for name, pair in DIFFERENCES.items()
-        }
-        found[where]["differences"] = {
-            name: {
-                "mean": difference(summed(a), summed(b)),
-                "positions": [difference(x, y) for x, y in zip(by_position(a), by_position(b), strict=True)],
-            }
-            for name, (a, b) in pairs.items()
-        }
+        differences = found[where]["differences"] = {}
+        for name, pair in DIFFERENCES.items():
+            a, b = (flag_sums(records, "predecessor", case, chosen) for case in pair)
+            positions = [difference(x, y) for x, y in zip(by_position(a), by_position(b), strict=True)]
+            differences[name] = {"mean": difference(summed(a), summed(b)), "positions": positions}
     return found
 
 
@@ -136,10 +120,7 @@ def flag_figures(records: Sequence[Record], study: str, reference: str | None) -
         cases: dict[str, Any] = {}
         for case in records[0][study]:
             sums = flag_sums(records, study, case, chosen)
-            cases[case] = {
-                "mean": ratio(summed(sums)),
-                "positions": [ratio(each) for each in by_position(sums)],
-            }
+            cases[case] = {"mean": ratio(summed(sums)), "positions": [ratio(each) for each in by_position(sums)]}
             if reference is not None and case != reference:
                 base = flag_sums(records, study, reference, chosen)
                 cases[case]["difference"] = difference(summed(sums), summed(base))
@@ -159,11 +140,13 @@ def conditions(records: Sequence[Record]) -> dict[str, list[np.ndarray]]:
 
 def flag_sums(records: Sequence[Record], study: str, case: str, chosen: Sequence[np.ndarray]) -> Sums:
     """How many choices are right among those that count, and how many count, [P, M − 1] each."""
-    pairs = [(np.array(record[study][case]), at) for record, at in zip(records, chosen, strict=True)]
-    return (
-        np.stack([(flags * at).sum(axis=0) for flags, at in pairs]).astype(float),
-        np.stack([at.sum(axis=0) for _, at in pairs]).astype(float),
-    )
+    return masked_sums([record[study][case] for record in records], chosen)
+
+
+def masked_sums(values: Sequence[Any], chosen: Sequence[np.ndarray]) -> Sums:
+    """Σ over the blocks of every prompt's ``values`` [N, ..] where ``chosen`` [N, ..], and how many those are."""
+    counted = [(np.array(each) * at).sum(axis=0) for each, at in zip(values, chosen, strict=True)]
+    return np.stack(counted).astype(float), np.stack([at.sum(axis=0) for at in chosen]).astype(float)
 
 
 def summed(sums: Sums) -> Sums:

@@ -27,6 +27,8 @@ from specforge_dspine.studies.interventions import (
     PairedBlocks,
     carried,
     codes,
+    codes_by_layer,
+    masks_by_layer,
     position_groups,
     predecessor,
     proposals_right,
@@ -35,8 +37,7 @@ from specforge_dspine.studies.interventions import (
     timing,
     whole_blocks,
 )
-from specforge_dspine.studies.layer_hooks import codes_by_layer, masks_by_layer, recorded_states
-from specforge_dspine.studies.readout import LayerStates, Readouts, captured_states, count_right, fit
+from specforge_dspine.studies.readout import LayerStates, Readouts, captured_states, count_right, fit, recorded_states
 from specforge_dspine.studies.report import readout_markdown, remarks, timing_markdown
 from specforge_dspine.studies.statistics import difference, intervention_figures, ratio, relative
 from specforge_dspine.utils.files import read_json, to_line
