@@ -246,7 +246,7 @@ def unscaled_codes(self: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 BUGS = {
-    "the walk ignores its predecessor": (checks, "propose_by_walk", backbone_only, {"decode/greedy"}),
+    "the walk ignores its predecessor": (checks, "walk", backbone_only, {"decode/greedy"}),
     "RMS(u) omitted": (
         injection.AdjacentCausalInjection,
         "write",
