@@ -19,11 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import model_validator
 
 from data_prep.cleaning.conversations import read_conversation, user_turns
-from data_prep.cleaning.exact_dedup import SeenKeys
 from data_prep.cleaning.filters import Candidate, Rules, prepare_screening
 from data_prep.pipeline.command import JobOptions, open_ledger, run_job
 from data_prep.pipeline.row_stream import RowStream
@@ -32,7 +30,7 @@ from data_prep.pipeline.worker_pool import WorkerPool, cores
 from data_prep.readers.inputs import open_inputs, rows_of
 from specforge_dspine.utils.cli import Command, option, run_command
 from specforge_dspine.utils.invalid_row import InvalidRow
-from specforge_dspine.utils.ledger import Ledger, read_kept_keys
+from specforge_dspine.utils.ledger import Ledger
 
 FORMAT_VERSION = 1  # raise it with any change that gives other prompts for the same inputs
 TRAIN, HELDOUT = 0, 1  # numbers of the two outputs
@@ -65,10 +63,7 @@ class PromptSelector:
     def __init__(self, ledger: Ledger, near: float | None, limits: Sequence[int | None]) -> None:
         self._ledger = ledger
         self._limits = limits
-        self._seen = SeenKeys()
-        self._seen.extend(np.fromiter(read_kept_keys(ledger.db), np.uint64))
-        counts = dict(ledger.db.execute("SELECT output, COUNT(*) FROM kept GROUP BY output").fetchall())
-        self._taken = [counts.get(number, 0) for number in range(len(limits))]
+        self._taken = ledger.kept_by_output()
         self._near = None
         if near is not None:
             from data_prep.cleaning.near_dedup import NearIndex
@@ -83,42 +78,40 @@ class PromptSelector:
 
     def take(self, source: str, rows: Sequence[tuple[int | None, Candidate | InvalidRow]]) -> int:
         """Keep or drop rows until the outputs are full; returns how many were left untouched."""
-        known = self._seen.known([row.key if isinstance(row, Candidate) else 0 for _, row in rows])
-        for at, ((line, row), was_known) in enumerate(zip(rows, known, strict=True)):
+        for at, (line, row) in enumerate(rows):
             if self.is_full:
                 return len(rows) - at
             try:
                 if isinstance(row, InvalidRow):
                     raise row
-                self._take(f"{source}, line {line}", row, was_known)
+                self._take(f"{source}, line {line}", row)
             except InvalidRow as error:
                 self._ledger.drop(source, line, error.reason, error.detail)
         return 0
 
-    def _take(self, place: str, row: Candidate, was_known: bool) -> None:
+    def _take(self, place: str, row: Candidate) -> None:
         output = HELDOUT if row.heldout else TRAIN
         limit = self._limits[output]
-        if was_known or not self._seen.is_new(row.key):
+        if self._ledger.has_key(row.key):
             raise InvalidRow("duplicate", "the same prompt came before")
         if limit is not None and self._taken[output] >= limit:
             raise InvalidRow("beyond the limit", f"{limit} rows of its kind are enough")
         if self._near and row.signature and (similar := self._near.find(row.signature)):
             raise InvalidRow("near duplicate", f"{similar[1]:.2f} like {similar[0]}")
         self._ledger.keep(row.text, output=output, key=row.key)
-        self._seen.add(row.key)
         self._taken[output] += 1
         if self._near and row.signature:
             self._near.add(place, row.signature)
 
 
-def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], list[list[str]]]:
+def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
     """The user turns of evaluation sets with their places, and the sets' identities.
 
     Raises:
         ValueError: a set that cannot be read whole: then nobody could say what is in it.
     """
     if not names:
-        return [], []
+        return [], {}
     inputs = open_inputs(names, limited=False)
     texts: list[tuple[str, str]] = []
     for source, line, entry in rows_of(inputs):

@@ -9,7 +9,6 @@ from typing import Any
 
 from data_prep.cleaning.conversations import read_messages
 from data_prep.cleaning.decontamination import Contamination
-from data_prep.cleaning.exact_dedup import normalized
 from data_prep.pipeline.rows import Results, content_key, hash_64, map_rows, row_id
 from data_prep.readers.chunks import Chunk
 from specforge_dspine.utils.cli import Options, option
@@ -49,6 +48,11 @@ def prepare_screening(rules: Rules, evaluation: Sequence[tuple[str, str]]) -> Ca
     return lambda chunk: map_rows(
         chunk, lambda line, entry: [_screen(chunk.source, line, entry, rules, contamination)]
     )
+
+
+def normalized(text: str) -> str:
+    """The form in which texts are compared: case folded, white space collapsed."""
+    return " ".join(text.casefold().split())
 
 
 def _in_heldout_share(turn: str, share: float) -> bool:

@@ -53,9 +53,7 @@ class NearIndex:
         self._bands, self._rows = split.b, split.r
         self._threshold = threshold
         self._db = db
-        db.execute("COMMIT")
         db.executescript(SCHEMA)
-        db.execute("BEGIN")
 
     def find(self, wanted: bytes) -> tuple[str, float] | None:
         """Where the most similar row kept so far is, if it is similar enough, and how similar."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -22,12 +22,11 @@ import orjson
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.cleaning.conversations import read_messages, user_turns
-from data_prep.cleaning.exact_dedup import SeenKeys
-from data_prep.generation.server_pool import RequestFailed, ServerPool
+from data_prep.cleaning.conversations import read_messages
+from data_prep.generation.server_pool import ServerPool
 from data_prep.pipeline.rows import errors_as_invalid_row, hash_64, row_name
 from data_prep.readers.inputs import Inputs, rows_of
-from specforge_dspine.streaming.client import Completion, RequestRefused
+from specforge_dspine.streaming.client import Completion
 from specforge_dspine.utils.chat_template import THINKING, Message, prompt_ids, response_text, unfinished_reasoning
 from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.files import to_line
@@ -80,7 +79,7 @@ class Conversations:
     def __init__(self, inputs: Inputs, ledger: Ledger, limit: int | None) -> None:
         self._rows = islice(rows_of(inputs), limit)
         self._ledger = ledger
-        self._names = SeenKeys()
+        self._names: set[int] = set()
         self.rows_in = 0
 
     def unanswered(self, bar: tqdm[Any]) -> Iterator[Conversation]:
@@ -89,7 +88,7 @@ class Conversations:
             records, dropped = self._earlier(number)
             try:
                 with errors_as_invalid_row():
-                    conversation = self._read(number, source, line, entry, records)
+                    conversation = replace(self._read(number, source, line, entry), records=records)
             except InvalidRow as error:
                 self.rows_in += 1
                 if not dropped:
@@ -101,21 +100,18 @@ class Conversations:
             if len(records) + dropped < turns:
                 yield conversation
 
-    def _read(
-        self, number: int, source: str, line: int | None, entry: Any, records: list[dict[str, Any]]
-    ) -> Conversation:
+    def _read(self, number: int, source: str, line: int | None, entry: Any) -> Conversation:
         messages = read_messages(entry)
-        if (turns := len(user_turns(messages))) > MAX_TURNS:
-            raise InvalidRow("too many turns", f"{turns} > {MAX_TURNS}")
+        if len(messages) > 2 * MAX_TURNS:
+            raise InvalidRow("too many turns", f"{len(messages)} messages; {MAX_TURNS} turns are the most")
         name = row_name(source, entry, messages)
-        (known,) = self._names.known([key := hash_64(name)])
-        if known and name == entry.get("id"):
-            raise InvalidRow("duplicate id", f"{name}: ids must differ; data_prep.prompts writes unique ids")
-        if known:
+        if (key := hash_64(name)) in self._names:
+            if name == entry.get("id"):
+                raise InvalidRow("duplicate id", f"{name}: ids must differ; data_prep.prompts writes unique ids")
             raise InvalidRow("duplicate", "the same conversation came before, and neither has an id")
         self._names.add(key)
         origin = entry["source"] if isinstance(entry.get("source"), str) else source
-        return Conversation(number, name, origin, source, line, messages, records)
+        return Conversation(number, name, origin, source, line, messages)
 
     def _earlier(self, number: int) -> tuple[list[dict[str, Any]], int]:
         """The records that row ``number`` has already, in order, and how many of its turns were dropped."""
@@ -138,30 +134,23 @@ class TurnResult:
 
     def write(self, ledger: Ledger) -> None:
         """Keep the record, or drop the turn."""
-        conversation = self.conversation
-        place = conversation.number * MAX_TURNS + self.turn
+        row, turn = self.conversation, self.turn
+        place = row.number * MAX_TURNS + turn
         if self.record is not None:
             ledger.keep(to_line(self.record), place=place)
         else:
-            where = {"id": conversation.name, "turn": self.turn, "place": place}
-            ledger.drop(conversation.file, conversation.line, self.reason, self.detail, **where)
+            ledger.drop(row.file, row.line, self.reason, self.detail, place=place, id=row.name, turn=turn)
 
 
+@dataclass(frozen=True)
 class ResponseGenerator:
-    """Generates the responses of conversations; any number of threads may call it.
+    """Generates the responses of conversations; any number of threads may call it."""
 
-    Args:
-        target: its fingerprint, for the records.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings, target: str, servers: ServerPool
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._target = target
-        self._servers = servers
-        self._encoding = threading.Lock()  # a tokenizer is not made for several threads
+    tokenizer: PreTrainedTokenizerBase
+    settings: GenerationSettings
+    target: str  # its fingerprint, for the records
+    servers: ServerPool
+    _encoding: threading.Lock = field(default_factory=threading.Lock)  # a tokenizer is not made for several threads
 
     def responses(self, conversation: Conversation) -> Iterator[list[TurnResult]]:
         """The turns that have no response yet, in order. A turn without response ends the conversation.
@@ -189,17 +178,12 @@ class ResponseGenerator:
         with errors_as_invalid_row():
             prompt = self._prompt(conversation, records)
         name = f"{conversation.name}.{len(records)}"
-        try:
-            completion = self._generate(name, prompt)
-        except RequestRefused as error:
-            raise InvalidRow("refused by the server", str(error)) from error
-        except RequestFailed as error:
-            raise InvalidRow("the server fails on it", str(error)) from error
+        completion = self._generate(name, prompt)
         ids = completion.output_ids
         if len(ids) < MIN_OUTPUT_TOKENS:
             raise InvalidRow(f"fewer than {MIN_OUTPUT_TOKENS} generated tokens", f"{len(ids)}")
         with errors_as_invalid_row(), self._encoding:
-            if not response_text(self._tokenizer, ids).strip():
+            if not response_text(self.tokenizer, ids).strip():
                 raise InvalidRow("empty response", f"{len(ids)} tokens of white space")
         return {
             "id": name,
@@ -209,7 +193,7 @@ class ResponseGenerator:
             "prompt_ids": prompt,
             "output_ids": ids,
             "finish": completion.finish,
-            "target": self._target,
+            "target": self.target,
         }
 
     def _prompt(self, conversation: Conversation, records: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -219,29 +203,27 @@ class ResponseGenerator:
         with self._encoding:
             if records:
                 last = records[-1]
-                if unfinished_reasoning(self._tokenizer, last["prompt_ids"], last["output_ids"]):
+                if unfinished_reasoning(self.tokenizer, last["prompt_ids"], last["output_ids"]):
                     raise InvalidRow("the earlier response was cut off while thinking", "give more --max-new-tokens")
             for user, record in zip(users, records, strict=False):
-                text = response_text(self._tokenizer, record["output_ids"])
+                text = response_text(self.tokenizer, record["output_ids"])
                 history[user + 1] = {"role": "assistant", "content": text}
-            prompt = prompt_ids(self._tokenizer, history, enable_thinking=THINKING[self._settings.thinking])
-        length = len(prompt) + self._settings.max_new_tokens
-        if length > self._settings.max_length:
-            raise InvalidRow(
-                "prompt and new tokens exceed the maximum length", f"{length} > {self._settings.max_length}"
-            )
+            prompt = prompt_ids(self.tokenizer, history, enable_thinking=THINKING[self.settings.thinking])
+        length, most = len(prompt) + self.settings.max_new_tokens, self.settings.max_length
+        if length > most:
+            raise InvalidRow("prompt and new tokens exceed the maximum length", f"{length} > {most}")
         return prompt
 
     def _generate(self, name: str, prompt: list[int]) -> Completion:
-        settings = self._settings
+        settings = self.settings
         options: dict[str, Any] = {
             "max_new_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
-            "stop_token_ids": [self._tokenizer.eos_token_id],
+            "stop_token_ids": [self.tokenizer.eos_token_id],
         }
         if settings.seed is not None:
             options["seed"] = hash_64(f"{settings.seed} {name}") % SEEDS
-        return self._servers.generate(prompt, **options)
+        return self.servers.generate(prompt, **options)
 
 
 def generate_all(

@@ -16,8 +16,9 @@ from typing import Any
 
 import requests
 
-from specforge_dspine.streaming.client import Completion, SGLangClient
+from specforge_dspine.streaming.client import Completion, RequestRefused, SGLangClient
 from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.invalid_row import InvalidRow
 
 logger = logging.getLogger(__name__)
 
@@ -35,23 +36,13 @@ class ServersLostError(RunError):
     """No server works any longer."""
 
 
-class RequestFailed(RuntimeError):
-    """Servers that work failed on this request again and again."""
-
-
 @dataclass(frozen=True)
 class Requirements:
-    """What every server must serve.
+    """What every server must serve."""
 
-    Attributes:
-        model: the path or name of the target there.
-        dtype: None for any.
-        deterministic: whether it must draw by the seed of a request.
-    """
-
-    model: str
-    dtype: str | None = None
-    deterministic: bool = False
+    model: str  # the target's path or name there
+    dtype: str | None = None  # None for any
+    deterministic: bool = False  # whether it must draw by the seed of a request
 
 
 def check_server(url: str, required: Requirements) -> str:
@@ -117,8 +108,7 @@ class ServerPool:
         """As ``SGLangClient.generate``, for one prompt.
 
         Raises:
-            RequestRefused: a server refused the prompt.
-            RequestFailed: servers that work failed on it.
+            InvalidRow: a server refused the prompt, or servers that work failed on it.
             WrongServerError: another target is behind a URL now.
             ServersLostError: no server has worked for ``patience_s``, or for ``MAX_FAILED_REQUESTS`` requests.
         """
@@ -127,6 +117,8 @@ class ServerPool:
             server = self._take()
             try:
                 (completion,) = self._client(server.url).generate([prompt], **options)
+            except RequestRefused as error:
+                raise InvalidRow("refused by the server", str(error)) from error
             except ConnectionError as error:
                 problem = error
                 self._note_failure(server, error)
@@ -144,38 +136,36 @@ class ServerPool:
                     f"the servers say that they run, but failed on {MAX_FAILED_REQUESTS} requests in a row, "
                     f"{ATTEMPTS} times on each ({problem}); look at their logs, and the same command continues"
                 )
-        raise RequestFailed(f"{ATTEMPTS} attempts, the last: {problem}")
+        raise InvalidRow("the server fails on it", f"{ATTEMPTS} attempts, the last: {problem}")
 
     def _take(self) -> _Server:
         """The least busy server that works, perhaps after a rest."""
         while True:
             with self._lock:
                 now = time.monotonic()
-                ready = [server for server in self._servers if server.rests_until <= now]
-                if ready:
-                    server = min(ready, key=lambda each: each.busy)
+                ready = (server for server in self._servers if server.rests_until <= now)
+                server = min(ready, key=lambda each: each.busy, default=None)
+                if server is not None and not server.failures:
                     server.busy += 1
-                    if not server.failures:
-                        return server
+                    return server
+                if server is not None:
                     server.rests_until = now + LONGEST_REST_S  # one thread checks it, the others wait
                 elif self._lost_since is not None and now - self._lost_since > self._patience_s:
-                    problems = "; ".join(server.problem for server in self._servers)
+                    problems = "; ".join(each.problem for each in self._servers)
                     raise ServersLostError(
                         f"no server has answered for {self._patience_s:.0f} s ({problems}). Start one again; the "
                         "same command continues"
                     )
-            if ready:
-                try:
-                    check_server(server.url, self._required)
-                except ConnectionError as error:
-                    self._note_failure(server, error)
-                    with self._lock:
-                        server.busy -= 1
-                else:
-                    with self._lock:
-                        server.failures, server.rests_until, self._lost_since = 0, 0.0, None
-                    return server
-            time.sleep(0.1)
+            if server is None:
+                time.sleep(0.1)
+                continue
+            try:
+                check_server(server.url, self._required)
+            except ConnectionError as error:
+                self._note_failure(server, error)
+            else:
+                with self._lock:
+                    server.failures, server.rests_until, self._lost_since = 0, 0.0, None
 
     def _note_failure(self, server: _Server, error: Exception) -> None:
         with self._lock:
@@ -184,8 +174,7 @@ class ServerPool:
             server.failures += 1
             if self._lost_since is None and all(each.failures for each in self._servers):
                 self._lost_since = time.monotonic()
-            rest = min(FIRST_REST_S * 2 ** (server.failures - 1), LONGEST_REST_S)
-            server.rests_until = time.monotonic() + rest
+            server.rests_until = time.monotonic() + min(FIRST_REST_S * 2 ** (server.failures - 1), LONGEST_REST_S)
             server.problem = str(error)
 
     def _client(self, url: str) -> SGLangClient:

@@ -65,7 +65,7 @@ def open_ledger(
     return Ledger(
         [options.output, *more_outputs],
         command,
-        {"files": inputs.identities, "limit": options.limit, **depends},
+        {"limit": options.limit, **depends, "files": inputs.identities},
         reads=[*(name for name in options.input if Path(name).exists()), *files, *folders, *reads],
         overwrite=options.overwrite,
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from tqdm import tqdm
 
-from data_prep.pipeline.worker_pool import Job, WorkerPool
+from data_prep.pipeline.worker_pool import WorkerPool
 from data_prep.readers.chunks import Chunk
 from data_prep.readers.inputs import Input, Inputs
 from specforge_dspine.utils.ledger import Ledger
@@ -84,7 +84,7 @@ class _InputStream:
         self.is_dry = False
         self._pool = pool
         self._chunks = self._numbered_chunks(inputs)
-        self._jobs: deque[tuple[int, int, Job]] = deque()
+        self._jobs: deque[tuple[int, int, Callable[[], Any]]] = deque()
         self._current: tuple[str, list[Any]] = "", []
 
     def _numbered_chunks(self, inputs: Sequence[Input]) -> Iterator[tuple[int, int, Chunk]]:
@@ -109,9 +109,9 @@ class _InputStream:
             if not self._jobs:
                 self.is_dry, self._current = True, ("", [])
                 return self._current
-            was, (number, place, job) = (number, place), self._jobs.popleft()
+            was, (number, place, result) = (number, place), self._jobs.popleft()
             row = row if (number, place) == was else 0  # the first chunk of a continued job was begun already
-            source, results = self._current = self._pool.result(job)
+            source, results = self._current = result()
         part = results[row : None if count is None else row + count]
         self.position = number, place, row + len(part)
         return source, part

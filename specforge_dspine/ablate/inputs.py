@@ -37,8 +37,8 @@ def ablation_inputs(
     return {
         "recipe": document,
         "variants": sections,
-        "data": data_identity(recipe.host),
-        "target": model_fingerprint(Path(recipe.host.model.target_model_path)),
+        "data": data_identity(recipe.data_path),
+        "target": model_fingerprint(Path(recipe.target_path)),
         "sets": {each.name: {"prompts": len(each.prompts), "sha256": each.sha256()} for each in sets},
         "max_new_tokens": max_new_tokens,
         "versions": {name: installed(name) for name in ("torch", "transformers", "specforge")}

@@ -152,4 +152,4 @@ def train_and_evaluate(
             run.train(stages, options.recipe, threads)
     if not run.evaluated:
         with progress.part("evaluate", run):
-            run.evaluate(stages, options, recipe.host.model.target_model_path, threads)
+            run.evaluate(stages, options, recipe.target_path, threads)

@@ -137,7 +137,12 @@ def run_curve(spec: Spec, workdir: Path, toy_data: Path | None = None) -> Curve:
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     recipe = recipe_of(spec, toy_data or toy_data_in(workdir), run_dir)
-    with one_thread(), open(run_dir / "run.log", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+    with (
+        one_thread(),
+        open(run_dir / "run.log", "w", encoding="utf-8") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
         train.run(recipe, resume=False)
     return read_curve(spec.name, recipe)
 

@@ -51,7 +51,7 @@ def demo(options: DemoOptions) -> str:
     started, out, recipe = time.monotonic(), options.out, load_recipe(options.recipe)
     with Stages() as stages:
         prepare_data(stages, recipe, PrepareOptions(**options.model_dump()))
-        samples, target = samples_path(out, TRAIN), recipe.host.model.target_model_path
+        samples, target = samples_path(out, TRAIN), recipe.target_path
         stages.run(
             "data_prep.inspect",
             *("--input", samples, "--output", out / "samples.html", "--target", target, "--show", 2),
@@ -72,7 +72,7 @@ def evaluate(stages: Stages, recipe: Recipe, options: DemoOptions, name: str) ->
     """Run one of ``EVALUATIONS`` of the exported draft."""
     stages.run(
         "specforge_dspine.evaluate",
-        *("--draft", recipe.run_dir / "export" / "sglang", "--target", recipe.host.model.target_model_path),
+        *("--draft", recipe.run_dir / "export" / "sglang", "--target", recipe.target_path),
         *("--sets", f"captured={options.out / HELDOUT}", "--max-new-tokens", options.new_tokens),
         *(*EVALUATIONS[name], "--out", options.out / "evaluation" / name),
         name=f"evaluate {name}",

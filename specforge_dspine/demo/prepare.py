@@ -72,7 +72,7 @@ def samples_path(out: Path, split: str) -> Path:
 def prepare_data(stages: Stages, recipe: Recipe, options: PrepareOptions) -> None:
     """Make the samples of all splits, and the features of those to capture."""
     options.out.mkdir(parents=True, exist_ok=True)
-    stages.run("data_prep.target", "--out", recipe.host.model.target_model_path)
+    stages.run("data_prep.target", "--out", recipe.target_path)
     choose_prompts(stages, options)
     with response_servers(stages, recipe, options.out) as urls:
         pairs = zip(options.splits, cycle(urls), strict=False)
@@ -101,28 +101,28 @@ def prepare_split(
     stages: Stages, recipe: Recipe, options: PrepareOptions, servers: list[str], split: str, capture_server: str
 ) -> None:
     """Make responses and samples of a split and, if chosen, its features, with the servers at these URLs."""
-    model, length = recipe.host.model, recipe.host.data.max_length
+    target, dtype, length = recipe.target_path, recipe.dtype, recipe.max_length
     responses, samples = options.out / f"{split}.responses.jsonl", samples_path(options.out, split)
     stages.run(
         "data_prep.regenerate",
-        *("--input", options.out / f"{split}.jsonl", "--output", responses, "--target", model.target_model_path),
-        *("--server", *servers, "--dtype", model.torch_dtype, "--max-new-tokens", options.new_tokens),
+        *("--input", options.out / f"{split}.jsonl", "--output", responses, "--target", target),
+        *("--server", *servers, "--dtype", dtype, "--max-new-tokens", options.new_tokens),
         *("--max-length", length, "--in-flight", BATCH * SERVERS),
         name=f"regenerate {split}",
     )
-    mask = () if model.mask_token_id is None else ("--mask-token-id", model.mask_token_id)
+    mask = () if recipe.mask_token_id is None else ("--mask-token-id", recipe.mask_token_id)
     stages.run(
         "data_prep.tokenize",
-        *("--input", responses, "--output", samples, "--target", model.target_model_path),
+        *("--input", responses, "--output", samples, "--target", target),
         *("--max-length", length, *mask, "--overwrite"),
         name=f"tokenize {split}",
     )
     if split in options.capture:
         stages.run(
             "specforge_dspine.capture",
-            *("--target", model.target_model_path, "--server", capture_server, "--samples", samples),
+            *("--target", target, "--server", capture_server, "--samples", samples),
             *("--layers", ",".join(map(str, recipe.dspine.target_layer_ids))),
-            *("--dtype", model.torch_dtype, "--out", options.out / split),
+            *("--dtype", dtype, "--out", options.out / split),
             name=f"capture {split}",
         )
 
@@ -135,12 +135,12 @@ def response_servers(stages: Stages, recipe: Recipe, out: Path) -> Iterator[list
         servers = []
         for k in range(SERVERS):
             server = ManagedServer(
-                recipe.host.model.target_model_path,
+                recipe.target_path,
                 out / f"server{k}",
                 recipe.dspine.target_layer_ids,
-                dtype=recipe.host.model.torch_dtype,
+                dtype=recipe.dtype,
                 max_running_requests=2 * BATCH,
-                max_total_tokens=2 * BATCH * recipe.host.data.max_length,
+                max_total_tokens=2 * BATCH * recipe.max_length,
             )
             servers.append(stack.push(server))
         with ThreadPoolExecutor(SERVERS) as pool:

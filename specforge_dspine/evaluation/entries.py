@@ -53,13 +53,18 @@ def read_package(name: str) -> tuple[str, Iterator[Entry]]:
 
 
 def read_hub(name: str) -> tuple[str, Iterator[Entry]]:
-    """Read a data set ``NAME[@CONFIG]:SPLIT``."""
+    """Read a data set ``NAME[@CONFIG][:SPLIT]``."""
+    return name, enumerate(load_hub(name), 1)
+
+
+def load_hub(name: str) -> Any:
+    """The ``datasets.Dataset`` called ``NAME[@CONFIG][:SPLIT]`` on the hub; its training split by default."""
     path, _, split = name.partition(":")
     path, _, config = path.partition("@")
     try:
         from datasets import load_dataset
 
-        return name, enumerate(load_dataset(path, config or None, split=split), 1)
+        return load_dataset(path, config or None, split=split or "train")
     except Exception as error:  # of many kinds: names, networks, builders
         raise BenchmarkError(f"datasets cannot load {name} ({error})") from error
 

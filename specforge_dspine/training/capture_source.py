@@ -1,10 +1,9 @@
-"""From prompts to training refs: the plan of samples, and the source that SpecForge's rollout worker asks.
+"""Capture source of a streamed run: the order of its samples, and their records as SpecForge's refs.
 
-The run needs a fixed number of samples (steps × global batch). SpecForge's producer is given that many numbered
-slots; this source fills each slot with the next sample of an endless, seeded plan. A record that is bad is dropped,
-counted and named, and the next sample moves up, so that the run reaches its planned steps: what is delivered is the
-plan without the bad ones, however it is leased, stopped and resumed. Delivered order and plan position are logged,
-line by line, to ``delivered.jsonl``.
+A run needs steps × global batch samples. SpecForge's producer gets that many numbered slots; this source fills each
+with the next sample of an endless, seeded order. A bad record is dropped, counted and named, and the next sample
+takes its place, so that the run reaches its planned steps. Delivered is the planned order without the bad samples,
+however it is leased, stopped and resumed. ``delivered.jsonl`` logs each delivery.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +28,28 @@ from specforge.runtime.data_plane.disaggregated import SharedDirFeatureStore
 
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.record import RecordError, Sample, SampleNames, TargetIdentity
-from specforge_dspine.training.recipe import ALGORITHM
-from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.training.recipe import ALGORITHM, looked_in
+from specforge_dspine.utils.errors import RecipeError, RunError
 
 logger = logging.getLogger(__name__)
 
+CHANNEL = "refs.jsonl"  # in the stream's folder, from producer to trainer
+
 
 def read_samples(path: str, *, max_length: int, max_prompts: int | None = None) -> list[Sample]:
-    """Training samples of a pre-tokenised JSONL file, cut to ``max_length`` tokens; at least two consecutive
-    tokens of each are supervised. Named by ``SampleNames``.
+    """Read the samples of a tokenized JSONL file that supervise two consecutive tokens, cut to ``max_length`` tokens.
 
     Raises:
         RecipeError: the file is missing, empty, or holds conversations instead of token ids.
         ValueError: a malformed line, with its number (SpecForge's reader).
     """
     if not os.path.isfile(path):
-        raise RecipeError(f"data.prompts_path={path!r}: no such file; data_prep.tokenize writes one")
+        raise RecipeError(f"data.prompts_path={path!r}: no such file{looked_in(path)}; data_prep.tokenize writes one")
     with open(path, encoding="utf-8") as stream:
-        first = stream.read(1 << 16).lstrip("[ \n")
-    if '"input_ids"' not in first:
+        start = stream.read(1 << 16)
+    if '"input_ids"' not in start:
         raise RecipeError(
-            f"data.prompts_path={path!r} holds no token ids: DSpine learns from the target's own answers; "
+            f"data.prompts_path={path!r} holds no token ids: DSpine learns from the target's own responses; "
             "write such a file with python -m data_prep.regenerate and then data_prep.tokenize"
         )
     tasks = prepare_prompt_tasks(
@@ -67,17 +67,15 @@ def read_samples(path: str, *, max_length: int, max_prompts: int | None = None) 
         loss_mask_filter=has_consecutive_supervised_tokens,
     )
     names = SampleNames()
-    samples = []
-    for task in tasks:
-        ids, mask = task["payload"]["input_ids"], task["payload"]["loss_mask"]
-        samples.append(Sample(names.next(ids, mask), ids, mask))
+    lists = ((task["payload"]["input_ids"], task["payload"]["loss_mask"]) for task in tasks)
+    samples = [Sample(names.next(ids, mask), ids, mask) for ids, mask in lists]
     if not samples:
         raise RecipeError(f"data.prompts_path={path!r}: no sample has two consecutive supervised tokens")
     return samples
 
 
 class PromptPlan:
-    """An endless, reproducible order of samples: every epoch is a fresh permutation keyed by (seed, epoch)."""
+    """Endless, reproducible order of samples: every epoch is a new permutation keyed by (seed, epoch)."""
 
     def __init__(self, samples: Sequence[Sample], seed: int) -> None:
         self.samples = samples
@@ -94,11 +92,11 @@ class PromptPlan:
         return Sample(f"e{epoch:04d}-{sample.name}", sample.input_ids, sample.loss_mask)
 
 
-class SpoolStore(SharedDirFeatureStore):
-    """SpecForge's shared-directory store that takes over a captured file by renaming it."""
+class RecordStore(SharedDirFeatureStore):
+    """SpecForge's shared-directory store, which takes over a captured file by renaming it."""
 
     def take_over(self, record: Path, sample: Sample, target: TargetIdentity, run_id: str, slot: str) -> SampleRef:
-        """Move ``record`` into the store (same file system) and describe it: [S], [S], [1, S, T·H], [1, S, H]."""
+        """Move ``record`` into the store and return its ref: [S], [S], [1, S, T·H], [1, S, H]."""
         length, hidden = len(sample.input_ids), target.hidden_size
         shapes = {
             "input_ids": ((length,), "int64"),
@@ -107,7 +105,7 @@ class SpoolStore(SharedDirFeatureStore):
             "target_last_hidden_states": ((1, length, hidden), target.dtype),
         }
         size = record.stat().st_size
-        # The store's layout is {sample}.g{generation}.ckpt. A server by hand may capture on another file system.
+        # The store's names are {sample}.g{generation}.ckpt. A server by hand may capture on another file system.
         shutil.move(record, Path(self.root) / f"{sample.name}.g1.ckpt")
         return SampleRef(
             sample_id=sample.name,
@@ -124,18 +122,27 @@ class SpoolStore(SharedDirFeatureStore):
         )
 
 
+def stream_folder(run_dir: Path) -> Path:
+    """Return the folder of the stream's transient files: records, channel, ledger. A resumed run opens new ones."""
+    return run_dir / "stream"
+
+
+def record_store(run_dir: Path) -> RecordStore:
+    """Open the store where records wait for their step; the optimizer's step deletes them."""
+    return RecordStore(str(stream_folder(run_dir)), store_id="records", retain_on_release=True)
+
+
 @dataclass
 class Delivery:
-    """Where the stream stands: samples ``delivered``; plan positions ``pending`` (delivered before a resume, after
-    its checkpoint: they come again, in that order); the ``next`` fresh position; what was ``dropped``."""
+    """State of the stream, in samples and in positions of the plan."""
 
-    delivered: int = 0
-    pending: list[int] = field(default_factory=list)
-    next: int = 0
-    dropped: list[str] = field(default_factory=list)
+    delivered: int = 0  # samples
+    pending: list[int] = field(default_factory=list)  # delivered after the checkpoint of a resume: they come again
+    next: int = 0  # position
+    dropped: list[str] = field(default_factory=list)  # bad records, with their reasons
 
     def take(self, count: int) -> list[int]:
-        """The next ``count`` plan positions."""
+        """Return the next ``count`` plan positions."""
         again, self.pending = self.pending[:count], self.pending[count:]
         fresh = range(self.next, self.next + count - len(again))
         self.next = fresh.stop
@@ -143,14 +150,11 @@ class Delivery:
 
 
 def resume_delivery(path: Path, consumed: int) -> Delivery:
-    """The stream's state when the first ``consumed`` samples were trained on, from ``delivered.jsonl``.
+    """Restore the stream's state after the first ``consumed`` samples from ``delivered.jsonl``.
 
-    The log only grows. A sample delivered after the checkpoint is delivered again and logged under the same number;
-    of equal numbers the last line counts, so that a run may be stopped and resumed as often as one likes. A capture
-    that a kill cut short has logged its bad records, but no delivery: all of its samples are asked for again.
-
-    Raises:
-        RecipeError: the log is shorter than what the checkpoint consumed.
+    The log only grows. A sample delivered after the checkpoint is delivered again under the same number; of equal
+    numbers the last line counts. A capture that a kill cut short has logged its bad records, but no delivery: all of
+    its samples are requested again.
     """
     entries = []
     for line in path.read_text(encoding="utf-8").strip().splitlines() if path.exists() else []:
@@ -167,39 +171,28 @@ def resume_delivery(path: Path, consumed: int) -> Delivery:
     )
 
 
+@dataclass
 class CaptureSource:
     """SpecForge's ref source over one or several servers; one call at a time, results in the order of slots."""
 
-    def __init__(
-        self,
-        clients: Sequence[SGLangClient],
-        plan: PromptPlan,
-        store: SpoolStore,
-        target: TargetIdentity,
-        *,
-        run_id: str,
-        max_dropped: int,
-        log: Path,
-        state: Delivery | None = None,
-    ) -> None:
-        self.clients = list(clients)
-        self.plan = plan
-        self.store = store
-        self.target = target
-        self.run_id = run_id
-        self.max_dropped = max_dropped
-        self.log = log
-        self.state = state or Delivery()
+    clients: list[SGLangClient]  # those that still respond
+    plan: PromptPlan
+    store: RecordStore
+    target: TargetIdentity
+    run_id: str
+    max_dropped: int
+    log: Path
+    state: Delivery
 
     def produce_refs(self, tasks: list[PromptTask], *, capture: CaptureConfig) -> list[SampleRef]:
-        """One ref per slot of ``tasks``, in their order.
+        """Return one ref per slot of ``tasks``, in their order.
 
         Raises:
-            RuntimeError: more than ``max_dropped`` records were bad.
-            ConnectionError: no server answers any more.
+            RunError: more than ``max_dropped`` records were bad.
+            ConnectionError: no server responds any more.
         """
         refs: list[SampleRef] = []
-        positions: list[int] = []
+        entries: list[dict[str, Any]] = []
         while len(refs) < len(tasks):
             taken = self.state.take(len(tasks) - len(refs))
             samples = [self.plan[position] for position in taken]
@@ -207,61 +200,47 @@ class CaptureSource:
                 if isinstance(result, RecordError):
                     self._drop(result)
                     continue
-                slot = tasks[len(refs)].task_id
+                slot, number = tasks[len(refs)].task_id, self.state.delivered + len(refs)
                 refs.append(self.store.take_over(result, sample, self.target, self.run_id, slot))
-                positions.append(position)
-        self._log(refs, positions)
+                entries.append({"number": number, "sample": sample.name, "position": position})
+        self._append([entry | {"next": self.state.next} for entry in entries])  # before the refs are published
+        self.state.delivered += len(refs)
         return refs
 
     def _capture(self, samples: list[Sample]) -> list[Path | RecordError]:
-        """Spread ``samples`` over the living servers; a server that fails hands its share to the others."""
-        shares = [samples[i :: len(self.clients)] for i in range(len(self.clients))]
-        with ThreadPoolExecutor(len(self.clients)) as pool:
-            futures = [pool.submit(c.capture, s, self.target) for c, s in zip(self.clients, shares, strict=True)]
+        """Spread ``samples`` over the servers; the others take over from a server that fails."""
+        clients, count = self.clients, len(self.clients)
+        with ThreadPoolExecutor(count) as pool:
+            futures = [
+                pool.submit(client.capture, samples[i::count], self.target) for i, client in enumerate(clients)
+            ]
         results: list[Path | RecordError] = [RecordError("", "not captured")] * len(samples)
-        lost: list[SGLangClient] = []
-        for index, (client, future) in enumerate(zip(list(self.clients), futures, strict=True)):
+        for index, future in enumerate(futures):
             try:
-                results[index :: len(futures)] = future.result()
+                results[index::count] = future.result()
             except ConnectionError as error:
                 logger.error("capture server lost: %s", error)
-                lost.append(client)
-        if lost:
-            for result in results:
-                if isinstance(result, Path):
-                    result.unlink(missing_ok=True)
-            self.clients = [client for client in self.clients if client not in lost]
-            if not self.clients:
-                raise ConnectionError("no capture server answers any more; see the server's log and use --resume")
-            return self._capture(samples)
-        return results
+                self.clients = [client for client in self.clients if client is not clients[index]]
+        if len(self.clients) == count:
+            return results
+        for result in results:
+            if isinstance(result, Path):
+                result.unlink(missing_ok=True)
+        if not self.clients:
+            raise ConnectionError("no capture server responds any more; see the server's log and use --resume")
+        return self._capture(samples)
 
     def _drop(self, error: RecordError) -> None:
         if str(error) in self.state.dropped:
-            return  # asked for again after a resume, and counted then
+            return  # requested again after a resume, and already counted
         self.state.dropped.append(str(error))
         logger.warning("dropped record %d: %s", len(self.state.dropped), error)
         self._append([{"dropped": str(error)}])
         if len(self.state.dropped) > self.max_dropped:
-            raise RuntimeError(
+            raise RunError(
                 f"{len(self.state.dropped)} bad records, stream.max_dropped={self.max_dropped}; the last: {error}"
             )
 
-    def _log(self, refs: list[SampleRef], positions: list[int]) -> None:
-        """One line per delivered sample, in order, before the refs are published."""
-        numbers = range(self.state.delivered, self.state.delivered + len(refs))
-        self._append(
-            [
-                {"number": number, "sample": ref.sample_id, "position": position, "next": self.state.next}
-                for number, ref, position in zip(numbers, refs, positions, strict=True)
-            ]
-        )
-        self.state.delivered = numbers.stop
-
     def _append(self, entries: list[dict[str, Any]]) -> None:
         with open(self.log, "a", encoding="utf-8") as stream:
-            stream.writelines(f"\n{json.dumps(entry)}" for entry in entries)  # first the break: the last may be cut
-
-    def report(self) -> dict[str, Any]:
-        """Counts and names for the run's summary."""
-        return asdict(self.state)
+            stream.writelines(f"\n{json.dumps(entry)}" for entry in entries)  # break first: the last line may be cut

@@ -1,12 +1,12 @@
-"""The training metrics on held-out samples, between optimizer steps: nothing replaced, no gradient.
+"""Held-out evaluation between optimizer steps: the training metrics, without curriculum and gradient.
 
-Each metric is a sum and a count until all batches and ranks are added up. The loss is then formed from those totals
-with the training objective's weights, as if the held-out set were one optimizer window:
+Each metric is a sum and a count until all batches and ranks are added up. The loss is then formed from the totals, as
+if the held-out set were one optimizer window (§5):
 
     L = α ce + (1−α) l1 + α refined_ce + (1−α) refined_l1 + λ Σ_ℓ align_ℓ,    λ = β · ce
 
-("shared": refined_ce and refined_l1 times coverage and heavy). ``eval/simulated_acc_len``, by which SpecForge marks
-the best checkpoint, is the simulated τ of the path that decoding uses.
+(normalization "shared": refined_ce and refined_l1 times coverage and heavy). ``eval/simulated_acc_len``, by which
+SpecForge marks the best checkpoint, is the simulated τ of the path that decoding uses.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ from specforge_dspine.training.recipe import ALGORITHM
 from specforge_dspine.training.run_logger import BEST
 from specforge_dspine.training.strategy import DSpineTrainStrategy
 
-NOT_HELD_OUT = ("replacement_probability", "replaced_share")
+TRAINING_ONLY = ("replacement_probability", "replaced_share")
 
 
 class HeldoutSamples(Sequence[TrainBatch]):
-    """The feature files of ``heldout.hidden_states_path``, one batch of one sample each, read when asked for.
-
-    ``provider`` is the algorithm's offline data provider: held-out files are normalized as training files are.
-    """
+    """Feature files as batches of one sample, read on access and normalized as training files are (``provider``)."""
 
     def __init__(self, files: Sequence[str], provider: OfflineDataProvider, max_length: int) -> None:
         self.files = files
@@ -52,8 +49,10 @@ class HeldoutSamples(Sequence[TrainBatch]):
 
 
 def shard(count: int, rank: int, ranks: int) -> Iterator[tuple[int, bool]]:
-    """Indices below ``count`` for ``rank``, and whether each counts: every rank runs as many forwards, which are
-    collective under FSDP, and the last round's stand-ins count for nothing."""
+    """Yield indices below ``count`` for ``rank``, and whether each counts.
+
+    Every rank runs as many forwards, which are collective under FSDP; surplus ones of the last round do not count.
+    """
     for start in range(0, count, ranks):
         index = start + rank
         yield min(index, count - 1), index < count
@@ -62,16 +61,16 @@ def shard(count: int, rank: int, ranks: int) -> Iterator[tuple[int, bool]]:
 def evaluate(
     strategy: DSpineTrainStrategy, batches: Sequence[TrainBatch], ctx: StepContext, *, rank: int = 0, ranks: int = 1
 ) -> dict[str, float]:
-    """``eval/*`` metrics over ``batches``, the same on every rank; the model's mode is restored."""
-    totals = reduced(own_sums(strategy, batches, ctx, rank=rank, ranks=ranks), ranks)
+    """Return ``eval/*`` metrics over ``batches``, the same on every rank; the model's mode is restored."""
+    totals = reduce_sums(rank_sums(strategy, batches, ctx, rank=rank, ranks=ranks), ranks)
     return {f"eval/{name}": value for name, value in summary(strategy, totals).items()}
 
 
 @torch.no_grad()
-def own_sums(
+def rank_sums(
     strategy: DSpineTrainStrategy, batches: Sequence[TrainBatch], ctx: StepContext, *, rank: int, ranks: int
 ) -> dict[str, Tensor]:
-    """Sums and counts [2, width] by metric of this rank's share of ``batches``."""
+    """Return sums and counts [2, width] by metric of this rank's part of ``batches``."""
     module = strategy.trainable_module()
     training = module.training
     module.eval()
@@ -87,8 +86,8 @@ def own_sums(
     return totals
 
 
-def reduced(totals: Mapping[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    """Sums and counts [2, width] by name, added up over ranks."""
+def reduce_sums(totals: Mapping[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    """Add up sums and counts [2, width] by name over ranks."""
     names = sorted(totals)
     packed = torch.cat([totals[name] for name in names], dim=1)
     if ranks > 1:
@@ -99,10 +98,10 @@ def reduced(totals: Mapping[str, Tensor], ranks: int) -> dict[str, Tensor]:
 
 
 def summary(strategy: DSpineTrainStrategy, totals: Mapping[str, Tensor]) -> dict[str, float]:
-    """Ratios by metric name (``name_i`` for vectors), the loss, and SpecForge's name for the simulated τ."""
+    """Return ratios by metric name (``name_i`` for vectors), the loss, and τ under SpecForge's name."""
     values: dict[str, float] = {}
     for name, (top, bottom) in totals.items():
-        if name in NOT_HELD_OUT:
+        if name in TRAINING_ONLY:
             continue
         ratios = (top / bottom.clamp_min(1e-12)).tolist()
         values |= {name: ratios[0]} if len(ratios) == 1 else {f"{name}_{i}": v for i, v in enumerate(ratios)}
@@ -116,7 +115,7 @@ def summary(strategy: DSpineTrainStrategy, totals: Mapping[str, Tensor]) -> dict
 
 
 def loss(values: Mapping[str, float], settings: DSpineSettings, normalization: str) -> float:
-    """L from the reduced parts (see the module's formula); what a variant leaves out counts 0."""
+    """Return L from the reduced parts (formula above); what a variant leaves out counts 0."""
     alpha, part = settings.ce_weight, lambda name: values.get(name, 0.0)
     covered, heavy = (part("coverage"), part("heavy")) if normalization == "shared" else (1.0, 1.0)
     backbone = alpha * part("ce") + (1 - alpha) * part("l1")

@@ -1,25 +1,15 @@
-"""Recipes: one YAML file of SpecForge's own sections, beside ``dspine:``, ``stream:`` and ``heldout:``, ours.
+"""Recipes: one YAML file of SpecForge's own sections beside ``dspine:``, ``stream:`` and ``heldout:``.
 
-    model: {target_model_path: .., torch_dtype: ..}      SpecForge's sections, as its docs describe them
-    data: {prompts_path: .. , hidden_states_path: ..}
-    training: {..}   tracking: {..}   runtime: {..}   run_id: ..   output_dir: ..
-    dspine: {..}     the draft and the method (settings.DSpineOptions)
-    stream: {..}     where the target's states come from (StreamOptions)
-    heldout: {..}    captured samples that training never sees, and how often to look at them (HeldoutOptions)
-
-    base: other.yaml  a recipe beside this one, of which this one only says what differs
-
-``data.hidden_states_path`` alone turns a streamed recipe into an offline one: ``data.prompts_path`` and ``stream:``
-are then not used.
-
-Unknown keys anywhere are refused with the nearest known name, on the command line too.
+docs/recipes.md describes every key. ``data.hidden_states_path`` makes a run offline: ``data.prompts_path`` and
+``stream:`` are then not used. Unknown keys are refused with the nearest known name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -31,52 +21,31 @@ from specforge.config.schema import ModelConfig
 
 from specforge_dspine.modeling.settings import DSpineOptions, StrictModel
 from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.utils.files import atomic_write
 
 ALGORITHM = "dspine"
-HOST_SECTIONS = ("model", "data", "training", "tracking", "runtime", "run_id", "output_dir")
-# Sections of SpecForge's recipes that mean nothing here.
-NO_SECTION = {
-    "deployment": "not read here; torchrun gives the trainer's topology, and stream: the servers",
-    "profiling": "not read here; remove it",
-}
-# SpecForge accepts these for every strategy; DSpine reads none of them, and a knob that does nothing misleads.
+SPECFORGE_SECTIONS = ("model", "data", "training", "tracking", "runtime", "run_id", "output_dir")
+# Sections and keys that SpecForge accepts for every algorithm and DSpine ignores, with what to use instead.
 NOT_READ: dict[str, dict[str, str | None]] = {
+    "": {"deployment": "torchrun for the ranks, and stream for the servers", "profiling": None},
     "training": {
         "dspark_ce_loss_alpha": "dspine.ce_weight",
         "dspark_l1_loss_alpha": "dspine.ce_weight (ℓ1 gets 1 − ce_weight)",
-        "dspark_confidence_head_alpha": None,
-        "lambda_base_start": None,
-        "lambda_base_decay_ratio": None,
-        "loss_type": None,
-        "dpace_alpha": None,
-        "ttt_length": None,
-        "lk_loss_type": None,
-        "kl_scale": None,
-        "kl_decay": None,
-        "num_depths": None,
-        "down_sample_ratio": None,
-        "down_sample_ratio_min": None,
-        "norm_before_residual": None,
-        "compact_teacher": None,
-        "compact_teacher_chunk_size": None,
         "eval_interval": "heldout.interval",
         "prompt_seed": "training.seed",
         "resume_from": "the command-line flag --resume",
-        "role": None,
-        "sp_ring_size": None,
-        "sp_ulysses_size": None,
         "tp_size": "stream.managed.tp_size (the target's)",
+        **dict.fromkeys(("dspark_confidence_head_alpha", "lambda_base_start", "lambda_base_decay_ratio")),
+        **dict.fromkeys(("loss_type", "dpace_alpha", "ttt_length", "lk_loss_type", "kl_scale", "kl_decay")),
+        **dict.fromkeys(("num_depths", "down_sample_ratio", "down_sample_ratio_min", "norm_before_residual")),
+        **dict.fromkeys(("compact_teacher", "compact_teacher_chunk_size", "role", "sp_ring_size", "sp_ulysses_size")),
     },
     "model": {
         "draft_num_hidden_layers": "dspine.num_hidden_layers",
         "draft_block_size": "dspine.block_size",
         "aux_hidden_state_layer_ids": "dspine.target_layer_ids",
-        "vocab_mapping_path": None,
-        "use_liger_kernel": None,
-        "target_backend": None,
-        "shard_target_output": None,
-        "load_target_embedding": None,
-        "tokenizer_pad_token_id": None,
+        **dict.fromkeys(("vocab_mapping_path", "use_liger_kernel", "target_backend", "shard_target_output")),
+        **dict.fromkeys(("load_target_embedding", "tokenizer_pad_token_id")),
         **{
             name: "stream.managed.extra_args, in the server's own spelling"
             for name in ModelConfig.model_fields
@@ -84,21 +53,18 @@ NOT_READ: dict[str, dict[str, str | None]] = {
         },
     },
     "data": {
-        "train_data_path": "data_prep, then data.prompts_path: drafts learn from the target's own answers",
+        "train_data_path": "data_prep, then data.prompts_path: drafts learn from the target's own responses",
         "eval_data_path": "specforge_dspine.capture, then heldout.hidden_states_path",
         "eval_hidden_states_path": "heldout.hidden_states_path",
         "chat_template": "data_prep.regenerate",
-        "is_preformatted": None,
-        "train_only_last_turn": None,
-        "build_dataset_num_proc": None,
-        "cache_key": None,
+        **dict.fromkeys(("is_preformatted", "train_only_last_turn", "build_dataset_num_proc", "cache_key")),
     },
     "runtime": {"producer_concurrency": "runtime.producer_lease (samples per capture call)"},
 }
 
 
 class ManagedServerOptions(StrictModel):
-    """``stream.managed``: a server that the run starts, health-checks, logs and ends."""
+    """``stream.managed``: a server that the run starts, checks, logs and ends."""
 
     devices: tuple[int, ...] = ()  # accelerator ordinals of the server; empty: the CPU engine
     tp_size: int = Field(default=1, gt=0)
@@ -113,7 +79,7 @@ class ManagedServerOptions(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """``stream``: running servers (``servers``) or one of the run's own (``managed``)."""
+    """``stream``: running servers (``servers``) or one that the run starts (``managed``)."""
 
     servers: tuple[str, ...] = ()
     managed: ManagedServerOptions | None = None
@@ -131,39 +97,58 @@ class StreamOptions(StrictModel):
 
 
 class HeldoutOptions(StrictModel):
-    """``heldout``: the training metrics on other samples, every so many optimizer steps; the best is marked."""
+    """``heldout``: evaluate the training metrics on other samples at an interval; the best checkpoint is marked."""
 
     hidden_states_path: str = Field(min_length=1)  # a folder written by specforge_dspine.capture
-    interval: int = Field(gt=0)  # optimizer steps between two looks; each may write a checkpoint
+    interval: int = Field(gt=0)  # optimizer steps between two evaluations; each may write a checkpoint
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A checked recipe: SpecForge's config and our sections."""
+    """A checked recipe: SpecForge's config, our sections, and the keys that other commands read."""
 
-    host: Config
+    specforge_config: Config
     dspine: DSpineOptions
     stream: StreamOptions | None
-    heldout: HeldoutOptions | None = None
-
-    @property
-    def run_dir(self) -> Path:
-        """``output_dir``."""
-        return Path(self.host.output_dir)
+    heldout: HeldoutOptions | None
+    run_id: str
+    run_dir: Path  # output_dir
+    target_path: str  # model.target_model_path: a folder, or a name on the hub
+    dtype: str  # model.torch_dtype
+    mask_token_id: int | None
+    max_length: int  # tokens
+    data_path: Path  # data.hidden_states_path of an offline run, else data.prompts_path
 
     def resolved(self) -> dict[str, Any]:
-        """The recipe with every default filled in; ``check_recipe`` reads it back as this recipe."""
-        host = self.host.model_dump(mode="json", include=set(HOST_SECTIONS))
-        for section, keys in NOT_READ.items():
-            host[section] = {key: value for key, value in host[section].items() if key not in keys}
+        """Return the recipe with every default filled in; ``check_recipe`` reads it back as this recipe."""
+        document = self.specforge_config.model_dump(mode="json", include=set(SPECFORGE_SECTIONS))
+        for section in NOT_READ.keys() & document.keys():
+            document[section] = {k: v for k, v in document[section].items() if k not in NOT_READ[section]}
         ours = {"dspine": self.dspine, "stream": self.stream, "heldout": self.heldout}
-        return host | {name: given.model_dump(mode="json") for name, given in ours.items() if given is not None}
+        return document | {name: given.model_dump(mode="json") for name, given in ours.items() if given is not None}
 
     def save(self, path: Path) -> None:
         """Write the resolved recipe, atomically."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(yaml.safe_dump(self.resolved(), sort_keys=False), encoding="utf-8")
-        os.replace(partial, path)
+        with atomic_write(path) as file:
+            file.write(yaml.safe_dump(self.resolved(), sort_keys=False).encode())
+
+
+@contextlib.contextmanager
+def as_recipe_error(where: str) -> Iterator[None]:
+    """Turn a library's ValueError or OSError into a RecipeError that names the key ``where``."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except (ValueError, OSError) as error:
+        raise RecipeError(f"{where}: {_one_line(error)}") from error
+
+
+def looked_in(path: str) -> str:
+    """Say which folder a relative ``path`` of a recipe means; empty for an absolute one."""
+    if Path(path).is_absolute():
+        return ""
+    return f" (looked in {Path(path).absolute()}: relative paths start at the current folder)"
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = (), *, world_size: int = 1) -> Recipe:
@@ -179,12 +164,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = (), *, 
     return check_recipe(document, world_size=world_size)
 
 
-def read_document(path: Path, *, of: Path | None = None) -> dict[str, Any]:
-    """The recipe at ``path`` (the base ``of`` another) on top of its own ``base``, unchecked.
-
-    Raises:
-        RecipeError: no such file, not YAML, not a mapping, or a base that has a base.
-    """
+def read_document(path: Path, *, base_of: Path | None = None) -> dict[str, Any]:
+    """Read a recipe, merged into its ``base``, unchecked. ``base_of``: the recipe that names this one as its base."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -196,9 +177,9 @@ def read_document(path: Path, *, of: Path | None = None) -> dict[str, Any]:
     if "base" not in document:
         return document
     name = document.pop("base")
-    if of is not None:
-        raise RecipeError(f"base={path.name!r} of {of} has a base itself, {name!r}; name that one, and what differs")
-    base = read_document(path.parent / str(name), of=path)
+    if base_of is not None:
+        raise RecipeError(f"base={path.name!r} of {base_of} has a base itself, {name!r}; give {name!r} as the base")
+    base = read_document(path.parent / str(name), base_of=path)
     for section, values in document.items():
         both = isinstance(values, dict) and isinstance(base.get(section), dict)
         base[section] = base[section] | values if both else values
@@ -206,7 +187,7 @@ def read_document(path: Path, *, of: Path | None = None) -> dict[str, Any]:
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Set ``section.key=value`` in place; the value is read as YAML. Unknown keys are caught by the check."""
+    """Set ``section.key=value`` in place; the value is read as YAML. Unknown keys are caught by ``check_recipe``."""
     dotted, separator, value = override.partition("=")
     *sections, key = names = dotted.split(".")
     if not separator or not all(names):
@@ -226,23 +207,10 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
-    """Validate a recipe document for ``world_size`` trainer processes.
-
-    Raises:
-        RecipeError: as ``load_recipe``.
-    """
-    for section, why in NO_SECTION.items():
-        if section in document:
-            raise RecipeError(f"{section}: {why}")
-    known = {name: Config.model_fields[name].annotation for name in HOST_SECTIONS}
-    refuse_unknown(
-        document, {**known, "dspine": DSpineOptions, "stream": StreamOptions, "heldout": HeldoutOptions}, ""
-    )
-    for section, keys in NOT_READ.items():
-        for key, instead in keys.items():
-            if key in (document.get(section) or {}):
-                hint = f"; use {instead}" if instead else "; remove it"
-                raise RecipeError(f"{section}.{key}: DSpine does not read it{hint}")
+    """Validate a recipe document for ``world_size`` trainer processes."""
+    sections: dict[str, Any] = {name: Config.model_fields[name].annotation for name in SPECFORGE_SECTIONS}
+    sections |= {"dspine": DSpineOptions, "stream": StreamOptions, "heldout": HeldoutOptions}
+    refuse_unread(document, sections, "")
     if document.get("dspine") is None:
         raise RecipeError("dspine: the section is missing; it holds the draft's shape and the method's options")
     data = document.get("data") or {}
@@ -256,82 +224,78 @@ def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
         raise RecipeError("stream: the section is missing; name servers, or managed, or set data.hidden_states_path")
     options = _validated(DSpineOptions, document["dspine"], "dspine")
     stream = _validated(StreamOptions, document["stream"], "stream") if streamed else None
-    heldout = document.get("heldout") or None
-    heldout = _validated(HeldoutOptions, heldout, "heldout") if heldout is not None else None
-    host = _validated(Config, _host_document(document, streamed, world_size), "")
-    if host.training.strategy != ALGORITHM:
-        raise RecipeError(f"training.strategy={host.training.strategy!r}: this trainer runs {ALGORITHM!r}")
-    if Path(host.run_id).name != host.run_id:
-        raise RecipeError(f"run_id={host.run_id!r}: checkpoints are named by it; give a name without slashes")
-    return Recipe(host=host, dspine=options, stream=stream, heldout=heldout)
+    heldout = _validated(HeldoutOptions, document["heldout"], "heldout") if document.get("heldout") else None
+    config = _validated(Config, _specforge_document(document, streamed, world_size), "")
+    if config.training.strategy != ALGORITHM:
+        raise RecipeError(f"training.strategy={config.training.strategy!r}: this trainer runs {ALGORITHM!r}")
+    if Path(config.run_id).name != config.run_id:
+        raise RecipeError(f"run_id={config.run_id!r}: checkpoints are named by it; give a name without slashes")
+    return Recipe(
+        specforge_config=config,
+        dspine=options,
+        stream=stream,
+        heldout=heldout,
+        run_id=config.run_id,
+        run_dir=Path(config.output_dir),
+        target_path=config.model.target_model_path,
+        dtype=config.model.torch_dtype,
+        mask_token_id=config.model.mask_token_id,
+        max_length=config.data.max_length,
+        data_path=Path(config.data.hidden_states_path or config.data.prompts_path),
+    )
 
 
 Section = TypeVar("Section", bound=BaseModel)
 
 
 def _validated(model: type[Section], value: Any, path: str) -> Section:
-    """``value`` as ``model``; every problem is named by its path in the recipe, ``path`` being the section's."""
+    """Validate ``value`` as ``model``; each problem is named by its path in the recipe, below ``path``."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise RecipeError("\n".join(_readable(problem, path) for problem in error.errors())) from error
+        raise RecipeError("\n".join(_describe_problem(problem, path) for problem in error.errors())) from error
 
 
-def _host_document(document: dict[str, Any], streamed: bool, world_size: int) -> dict[str, Any]:
-    """SpecForge's part. Streaming is its disaggregated consumer: its validators want a backend by name, although
-    our store is a directory of the run (see host.py)."""
-    host = {key: document[key] for key in HOST_SECTIONS if key in document}
-    training = dict(host.get("training") or {})
-    training.setdefault("strategy", ALGORITHM)
-    host["training"] = training
+def _specforge_document(document: dict[str, Any], streamed: bool, world_size: int) -> dict[str, Any]:
+    """Return SpecForge's part. A streamed run is its disaggregated consumer, whose validators demand a backend and a
+    folder that we do not use: our store is a folder of the run."""
+    ours = {key: document[key] for key in SPECFORGE_SECTIONS if key in document}
+    ours["training"] = training = {"strategy": ALGORITHM} | (ours.get("training") or {})
     if not streamed:
-        host["data"] = {key: value for key, value in host["data"].items() if key != "prompts_path"}
-    if streamed:
-        training["role"] = "consumer"
-        host["deployment"] = {
-            "mode": "disaggregated",
-            "trainer": {"nproc_per_node": world_size},
-            "disaggregated": {
-                "backend": "mooncake",
-                "control_dir": f"{document.get('output_dir')}/stream",  # never read: assembly.stream_paths
-            },
-        }
-    return host
+        ours["data"] = {key: value for key, value in ours["data"].items() if key != "prompts_path"}
+        return ours
+    training["role"] = "consumer"
+    ours["deployment"] = {
+        "mode": "disaggregated",
+        "trainer": {"nproc_per_node": world_size},
+        "disaggregated": {"backend": "mooncake", "control_dir": f"{document.get('output_dir')}/stream"},
+    }
+    return ours
 
 
-def refuse_unknown(value: Any, schema: Any, path: str) -> None:
-    """Walk ``value`` along ``schema`` (a mapping of names or a pydantic model) and refuse unknown keys.
-
-    Raises:
-        RecipeError: with the key's full path and the nearest known name.
-    """
+def refuse_unread(value: Any, schema: Any, path: str) -> None:
+    """Refuse keys of ``value`` that ``schema`` (a mapping of names or a pydantic model) lacks or DSpine ignores."""
     fields = schema if isinstance(schema, dict) else {n: f.annotation for n, f in schema.model_fields.items()}
-    if not isinstance(value, Mapping):
-        if value is not None:
-            raise RecipeError(f"{path}: a section is expected, found {value!r}")
-        return
-    for key, inner in value.items():
+    if value is not None and not isinstance(value, Mapping):
+        raise RecipeError(f"{path}: a section is expected, found {value!r}")
+    ignored = NOT_READ.get(path, {})
+    for key, inner in (value or {}).items():
         dotted = f"{path}.{key}" if path else str(key)
+        if key in ignored:
+            instead = f"use {ignored[key]}" if ignored[key] else "remove it"
+            raise RecipeError(f"{dotted}: DSpine does not read it; {instead}")
         if key not in fields:
-            useful = sorted(fields.keys() - NOT_READ.get(path, {}).keys())
-            near = difflib.get_close_matches(str(key), useful, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(useful)}"
+            known = sorted(fields.keys() - ignored.keys())
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
             raise RecipeError(f"{dotted}: unknown key; {hint}")
-        section = _section(fields[key])
-        if section is not None:
-            refuse_unknown(inner, section, dotted)
+        for annotation in (fields[key], *get_args(fields[key])):  # Model, or Model | None
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                refuse_unread(inner, annotation, dotted)
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The model behind a field's annotation (``Model`` or ``Model | None``), if it is a section."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def _readable(problem: Any, path: str) -> str:
-    """One line for one problem that pydantic found: key, value, and what is wrong with it."""
+def _describe_problem(problem: Any, path: str) -> str:
+    """Describe one of pydantic's problems in a line: key, value, and what is wrong with it."""
     where = ".".join([path] * bool(path) + [str(part) for part in problem["loc"]])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":

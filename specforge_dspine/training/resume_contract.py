@@ -1,9 +1,9 @@
-"""What must be the same when a run is continued, and how it is said what is not.
+"""Resume contract: what must not change between a checkpoint and its continuation.
 
-Every checkpoint carries the contract through SpecForge's seam (``registration.py``): objective and draft option by
-option, optimizer and schedule, data by content; SpecForge adds the target's files and the taps. It compares them too,
-but only once servers and trainer are there, one value at a time and with whole inventories of files in its message.
-``refuse_changes`` comes before anything is touched and names all that differs.
+Every checkpoint carries the contract through SpecForge's seam: objective and draft option by option, optimizer and
+schedule, data by content. SpecForge adds the target's files and the taps. It compares them too, but late, one value
+at a time, and with whole inventories of files in its message. ``refuse_changes`` comes before anything is touched
+and names all that differs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from specforge.algorithms.common.providers import MODEL_PROVENANCE_CONTRACT_KEY, STEP_OPTIONS_CONTRACT_KEY
 from specforge.config import Config
 from specforge.runtime.data_plane.offline_reader import list_feature_files
@@ -26,6 +25,7 @@ from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.distributed import on_every_rank
 from specforge_dspine.training.run_checkpoints import read_state
 from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.utils.files import file_sha256
 
 SAMPLED_FILES = 256  # feature files of which the end is read; the end of a .ckpt lists its tensors' checksums
 SAMPLED_BYTES = 1 << 12
@@ -46,12 +46,8 @@ SPELLING = {
 def resume_contract(
     options: DSpineOptions, config: Config, draft: DSpineDraftModel, model: DSpineTrainingModel
 ) -> Mapping[str, Any]:
-    """What must not change between a checkpoint and its continuation, beside what SpecForge compares itself.
-
-    Every rank calls it; rank 0 reads the data.
-    """
+    """Return our part of the contract, for a checkpoint. Every rank calls it; rank 0 reads the data."""
     training, data = config.training, config.data
-    rank = dist.get_rank() if dist.is_initialized() else 0
     return {
         **{f"dspine.{name}": value for name, value in options.model_dump(mode="json").items()},
         "model.mask_token_id": int(draft.mask_token_id),
@@ -64,42 +60,27 @@ def resume_contract(
         "training.fsdp_sharding": training.fsdp_sharding,
         "data.max_length": data.max_length,
         "data.max_prompts": data.max_prompts,
-        "data": on_every_rank(rank, lambda: data_identity(config)),
+        "data": on_every_rank(lambda: data_identity(Path(data.hidden_states_path or data.prompts_path))),
     }
 
 
-def data_identity(config: Config) -> str:
-    """The run's data by content, wherever it lies: the prompts file, or the feature files' names, sizes and ends."""
-    digest = hashlib.sha256()
-    if config.data.prompts_path:
-        with open(config.data.prompts_path, "rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256")
-        size = os.path.getsize(config.data.prompts_path)
-        return f"prompts of {size:,} bytes, sha256 {digest.hexdigest()[:16]}"
-    files = list_feature_files(config.data.hidden_states_path)
-    total = 0
+def data_identity(path: Path) -> str:
+    """Identify a run's data by content, wherever it lies: a file of samples, or a folder of feature files.
+
+    Of feature files count names and sizes, and the ends of some of them.
+    """
+    if not path.is_dir():
+        return f"prompts of {path.stat().st_size:,} bytes, sha256 {file_sha256(path)[:16]}"
+    digest, total, files = hashlib.sha256(), 0, list_feature_files(str(path))
     for index, file in enumerate(files):
         size = os.path.getsize(file)
         total += size
-        digest.update(f"{os.path.relpath(file, config.data.hidden_states_path)} {size}\n".encode())
+        digest.update(f"{os.path.relpath(file, path)} {size}\n".encode())
         if index % -(-len(files) // SAMPLED_FILES) == 0:
             with open(file, "rb") as stream:
                 stream.seek(max(0, size - SAMPLED_BYTES))
                 digest.update(stream.read())
     return f"{len(files):,} feature files of {total:,} bytes, sha256 {digest.hexdigest()[:16]}"
-
-
-def host_contract(config: Config, *, ranks: int, total_steps: int) -> dict[str, Any]:
-    """What SpecForge's trainer compares by itself, under its own names."""
-    training = config.training
-    terms = {
-        "world_size": ranks,
-        "batch_size": training.batch_size,
-        "accumulation_steps": training.accumulation_steps,
-        "effective_total_steps": total_steps,
-    }
-    streamed = bool(config.data.prompts_path)  # for SpecForge a stream is one epoch, and its plan is ours
-    return terms if streamed else terms | {"num_epochs": training.num_epochs}
 
 
 def refuse_changes(checkpoint: str, current: Mapping[str, Any]) -> None:
@@ -109,8 +90,8 @@ def refuse_changes(checkpoint: str, current: Mapping[str, Any]) -> None:
         RecipeError: something differs; all of it is named.
     """
     state = read_state(Path(checkpoint))
-    then = dict(terms({key: state[key] for key in current if key in state}))
-    now = dict(terms(current))
+    then = dict(flatten_contract({key: state[key] for key in current if key in state}))
+    now = dict(flatten_contract(current))
     names = [*now, *(name for name in then if name not in now)]
     differing = [
         f"{name} was {then.get(name, 'not recorded')} and is {now.get(name, 'not there')}"
@@ -125,28 +106,28 @@ def refuse_changes(checkpoint: str, current: Mapping[str, Any]) -> None:
         )
 
 
-def terms(contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A contract as (name in the recipe, readable value), inventories of files taken apart."""
+def flatten_contract(contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a contract as (name in the recipe, value as text), inventories of files one file at a time."""
     for key, value in contract.items():
         if key == STEP_OPTIONS_CONTRACT_KEY:
             yield from ((f"training.{name}", str(inner)) for name, inner in value)
         elif key == MODEL_PROVENANCE_CONTRACT_KEY:
             for name, inner in value:
                 if name == "capture_layers":
-                    continue  # dspine.target_layer_ids once more
+                    continue  # the same as dspine.target_layer_ids
                 shown = SPELLING.get(f"{key}.{name}", f"model.{name}")
                 if isinstance(inner, tuple) and inner[0] == "directory-stat-v2":
                     _kind, folder, files = inner
                     yield shown, str(folder)
-                    yield from ((f"{shown}/{file[1]}", readable(file)) for file in files)
+                    yield from ((f"{shown}/{file[1]}", describe_file(file)) for file in files)
                 else:
                     yield shown, str(inner)
         else:
             yield SPELLING.get(key, key), str(value)
 
 
-def readable(identity: tuple[Any, ...]) -> str:
-    """SpecForge's identity of one file: small ones by content, large ones by size and modification time."""
+def describe_file(identity: tuple[Any, ...]) -> str:
+    """Describe SpecForge's identity of a file: small ones by content, large ones by size and modification time."""
     kind, _name, size, mark = identity
     if kind == "sha256":
         return f"{size:,} bytes, sha256 {mark[:16]}"

@@ -1,4 +1,4 @@
-"""A run's directory: who holds it, what of it may be continued, and how its small files are written."""
+"""A run's folder: which process holds it, what of it may be continued, and its small files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from typing import Any
 import yaml
 
 from specforge_dspine.training.recipe import Recipe
-from specforge_dspine.training.run_checkpoints import checkpoint_folders, checkpoint_step, newest_complete, sweep
+from specforge_dspine.training.run_checkpoints import (
+    checkpoint_folders,
+    newest_complete,
+    remove_unusable_checkpoints,
+)
 from specforge_dspine.training.run_logger import BEST, METRICS_FILE, logged_scores, rewind_metrics
 from specforge_dspine.utils.errors import RecipeError
 from specforge_dspine.utils.files import write_json
@@ -21,11 +25,7 @@ RECIPE_FILE, DRAFT_CONFIG_FILE, DELIVERY_LOG = "recipe.yaml", "draft_config.json
 
 @contextlib.contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
-    """Hold the run's directory; the lock goes with this process, however it ends.
-
-    Raises:
-        RecipeError: another process holds it.
-    """
+    """Hold the run's folder; the lock goes with this process, however it ends."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / ".lock", "w") as lock:
         try:
@@ -35,15 +35,11 @@ def exclusive(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def claim_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
-    """Refuse a directory that holds a run, or find the checkpoint to continue from (None: from the beginning).
-    Nothing of an earlier run is changed yet: see ``accept``.
+def check_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
+    """Refuse a folder that holds a run, or find the checkpoint to continue from (None: from the beginning).
 
-    A start that failed before its first step left nothing worth keeping, and counts as no run.
-
-    Raises:
-        RecipeError: the directory holds a run and ``resume`` is False, there is nothing to resume, or it holds
-            checkpoints and none is complete.
+    Nothing of an earlier run is changed yet: see ``initialize_run_dir``. A start that failed before its first step
+    left nothing worth keeping, and counts as no run.
     """
     run_dir = recipe.run_dir
     log = run_dir / METRICS_FILE
@@ -57,29 +53,25 @@ def claim_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
     if not resume:
         (run_dir / DELIVERY_LOG).unlink(missing_ok=True)  # of a start that failed
         return None
-    checkpoint = newest_complete(run_dir, recipe.host.run_id)
+    checkpoint = newest_complete(run_dir, recipe.run_id)
     return None if checkpoint is None else str(checkpoint)
 
 
-def accept(recipe: Recipe, draft_config: dict[str, Any], checkpoint: str | None) -> None:
-    """The trainer is built and has accepted ``checkpoint``: from here on the directory is this run's.
-
-    Writes the resolved recipe and the draft's config, and takes out what came after the checkpoint.
-    """
-    step = checkpoint_step(checkpoint)
-    sweep(recipe.run_dir, recipe.host.run_id, step)
+def initialize_run_dir(recipe: Recipe, draft_config: dict[str, Any], step: int) -> None:
+    """Write the resolved recipe and the draft's config, and remove what came after the checkpoint at ``step``."""
+    remove_unusable_checkpoints(recipe.run_dir, recipe.run_id, step)
     recipe.save(recipe.run_dir / RECIPE_FILE)
     write_json(recipe.run_dir / DRAFT_CONFIG_FILE, draft_config)
     rewind_metrics(recipe.run_dir / METRICS_FILE, step)
 
 
 def restore_best(recipe: Recipe, step: int) -> None:
-    """Mark the best checkpoint again, from what ``metrics.jsonl`` says up to the ``step`` that a run goes on from.
+    """Mark the best checkpoint again, from ``metrics.jsonl`` up to the ``step`` that a run continues from.
 
     SpecForge's own mark may name a checkpoint that is gone, or lack one that was written when the run was killed.
     Another held-out set than before starts without a mark. To be called before SpecForge's trainer reads it.
     """
-    run_dir, run_id = recipe.run_dir, recipe.host.run_id
+    run_dir, run_id = recipe.run_dir, recipe.run_id
     meta, link = run_dir / f"{run_id}.best_meta.json", run_dir / f"{run_id}-best"
     scores: dict[int, float] = {}
     before = yaml.safe_load((run_dir / RECIPE_FILE).read_text(encoding="utf-8")).get("heldout")

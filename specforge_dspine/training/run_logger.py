@@ -1,4 +1,4 @@
-"""What a run reports: one JSON line per logged step, SpecForge's tracker, a line on the console.
+"""Metrics of a run: one JSON line per logged step, SpecForge's tracker, a log line.
 
 Every metric arrives as a ratio that SpecForge formed after summing numerator and count over micro-batches and
 ranks. Field names are documented in docs/metrics.md.
@@ -7,8 +7,8 @@ ranks. Field names are documented in docs/metrics.md.
 from __future__ import annotations
 
 import json
+import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,42 +16,44 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from specforge.config import Config
 from specforge.training.tracking import create_tracker_logger, scalar_metrics
 
+from specforge_dspine.training.plan_parts import Plan
+from specforge_dspine.utils.files import atomic_write
+
+logger = logging.getLogger(__name__)
+
 METRICS_FILE = "metrics.jsonl"
-BEST = "eval/simulated_acc_len"  # SpecForge's name for what the best checkpoint is best at
-CONSOLE = ("loss", "ce", "refined_ce", "coverage", "accuracy", "refined_accuracy", "refined_tau", "lr")
+BEST = "eval/simulated_acc_len"  # SpecForge's name for the metric of the best checkpoint
+SHOWN = ("loss", "ce", "refined_ce", "coverage", "accuracy", "refined_accuracy", "refined_tau", "lr")
 
 
 class RunLogger:
     """SpecForge's logger seam: ``logger(metrics, step)`` and ``close()``. Only rank 0 writes."""
 
-    def __init__(self, config: Config, *, rank: int, steps: int, micro_batches: int) -> None:
-        self.rank, self.steps, self.micro_batches = rank, steps, micro_batches
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.rank, self.steps = rank, plan.schedule.steps
+        self._micro_batches = plan.schedule.ranks * plan.schedule.accumulation_steps
+        self._path = plan.run_dir / METRICS_FILE
         self._tracker = None
-        if config.tracking.report_to != "none":
-            options = config.tracking.model_dump()
-            for name in ("wandb_name", "swanlab_name", "mlflow_run_name"):
-                options[name] = options[name] or config.run_id
-            for name in ("wandb_project", "swanlab_project", "mlflow_experiment_name"):
-                options[name] = options[name] or "specforge-dspine"
-            self._tracker = create_tracker_logger(SimpleNamespace(**options), config.output_dir)
-        self._path = Path(config.output_dir) / METRICS_FILE
+        if plan.tracker is not None:
+            self._tracker = create_tracker_logger(SimpleNamespace(**plan.tracker), str(plan.run_dir))
 
     def __call__(self, metrics: dict[str, Any], step: int) -> None:
         values = scalar_metrics(metrics)
-        values |= rates(values, self.micro_batches)
+        values |= rates(values, self._micro_batches)
         if self._tracker is not None:
             self._tracker(values, step)
-        if self.rank == 0:
-            line = {"step": step, "time": round(time.time(), 3)} | {k: _json(v) for k, v in values.items()}
-            with open(self._path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(line) + "\n")
-            if not sys.stderr.isatty():  # on a terminal SpecForge draws its progress bar there
-                prefix = "eval/" if "eval/loss" in values else ""
-                shown = " ".join(f"{name} {values[prefix + name]:.4g}" for name in CONSOLE if prefix + name in values)
-                print(f"step {step}/{self.steps}  {'held out: ' * bool(prefix)}{shown}", flush=True)
+        if self.rank != 0:
+            return
+        line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        line |= {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
+        with open(self._path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+        if not sys.stderr.isatty():  # on a terminal SpecForge draws its progress bar there
+            prefix = "eval/" if "eval/loss" in values else ""
+            shown = " ".join(f"{name} {values[prefix + name]:.4g}" for name in SHOWN if prefix + name in values)
+            logger.info("step %d/%d  %s%s", step, self.steps, "held out: " * bool(prefix), shown)
 
     def close(self) -> None:
         """Close the tracker."""
@@ -60,10 +62,10 @@ class RunLogger:
 
 
 def rates(values: dict[str, float], micro_batches: int) -> dict[str, float]:
-    """Rows and supervised tokens per second, and the share of time spent waiting for data, of a logged step.
+    """Return supervised positions and tokens per second, and the share of time spent waiting for data.
 
-    ``rows`` and ``supervised_tokens`` are means over the step's ``micro_batches`` of all ranks; SpecForge measures
-    seconds per optimizer step since the step logged before.
+    ``rows`` (positions) and ``supervised_tokens`` are means over the step's ``micro_batches`` of all ranks. SpecForge
+    measures seconds per optimizer step since the step logged before.
     """
     seconds = values.get("perf/optimizer_step_time_s", 0.0)
     if seconds <= 0:
@@ -76,25 +78,20 @@ def rates(values: dict[str, float], micro_batches: int) -> dict[str, float]:
 
 
 def logged_scores(path: Path) -> Iterator[tuple[int, float]]:
-    """(step, what the best checkpoint is best at) of every held-out line of ``metrics.jsonl``."""
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
-        if line.endswith("\n") and BEST in line:
+    """Yield (step, score of the best checkpoint's metric) of every held-out line of ``metrics.jsonl``."""
+    for line in complete_lines(path):
+        if BEST in line:
             values = json.loads(line)
             yield values["step"], values[BEST]
 
 
 def rewind_metrics(path: Path, step: int) -> None:
-    """Keep the lines of ``metrics.jsonl`` up to ``step``: what came after a checkpoint is computed again.
+    """Keep the lines of ``metrics.jsonl`` up to ``step``: later ones are computed again."""
+    with atomic_write(path) as file:
+        file.writelines(line.encode() for line in complete_lines(path) if json.loads(line)["step"] <= step)
 
-    A line that a killed run left half written goes too. The file is replaced atomically.
-    """
+
+def complete_lines(path: Path) -> list[str]:
+    """Return the lines of ``metrics.jsonl`` but for one that a killed run left half written."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _json(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
+    return [line for line in lines if line.endswith("\n")]

@@ -1,50 +1,34 @@
-"""DSpine as a SpecForge algorithm: contract and providers, added to its registry.
+"""DSpine as an algorithm of SpecForge: its draft, step and model beside DSpark's features, added to the registry.
 
-``dspine_registry(options)`` is SpecForge's built-in registry with one more registration, whose providers carry
-the recipe's ``dspine:`` section. Features and their storage are those of DSpark: input_ids, loss_mask,
-hidden_states (the tapped layers) and target_last_hidden_states (final, post-norm).
+The features are input_ids, loss_mask, hidden_states (the tapped layers) and target_last_hidden_states (final,
+post-norm). The providers carry the recipe's ``dspine:`` section.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from specforge.algorithms.builtin import builtin_algorithm_registry
-from specforge.algorithms.common.defaults import empty_options, no_missing_checkpoint_keys
+from specforge.algorithms.common.defaults import empty_options
 from specforge.algorithms.common.dflash_family_data import (
     build_dspark_collator,
-    build_dspark_offline_normalizer,
     build_dspark_offline_reader,
     normalize_dspark_offline_sample,
 )
 from specforge.algorithms.common.providers import (
     AlgorithmProviders,
     DraftConfigProvider,
-    ModelProvider,
-    OfflineCaptureLayout,
-    OfflineDataProvider,
-    ServerCaptureLayout,
-    ServerStreamingProvider,
-    StepProvider,
     TargetDerivedDraftDefaults,
     make_registration,
 )
-from specforge.algorithms.contracts import (
-    AlgorithmCapabilities,
-    AlgorithmSpec,
-    DraftRequirement,
-    FeatureContract,
-    FeatureMode,
-    OfflineStorageContract,
-)
-from specforge.algorithms.registry import AlgorithmRegistration, AlgorithmRegistry
+from specforge.algorithms.contracts import DraftRequirement
+from specforge.algorithms.registry import AlgorithmRegistry
 from specforge.config import Config
-from specforge.data.loss_mask import has_consecutive_supervised_tokens
 from transformers import AutoTokenizer, PretrainedConfig
 
 from specforge_dspine.modeling.draft_config import (
@@ -62,32 +46,23 @@ from specforge_dspine.training.distributed import on_every_rank
 from specforge_dspine.training.recipe import ALGORITHM
 from specforge_dspine.training.resume_contract import resume_contract
 from specforge_dspine.training.specforge_internals import build_dflash_family_model, build_registered_draft
-from specforge_dspine.training.strategy import FEATURES, DSpineTrainStrategy, Schedule
+from specforge_dspine.training.strategy import DSpineTrainStrategy, Schedule
 
 logger = logging.getLogger(__name__)
 
-NORMALIZER_ID = "dspine_offline_v1"
-LONGEST = 1 << 31  # streamed records were cut to data.max_length when their prompts were read
+UNLIMITED = 1 << 31  # streamed records were cut to data.max_length when their prompts were read
 
 
 def populate_draft_config(
     options: DSpineOptions, payload: dict[str, Any], target: PretrainedConfig, config: Config
 ) -> None:
-    """SpecForge's seam for target-derived draft configs: fill in the recipe's draft.
-
-    Raises:
-        ValueError: no usable mask token, or a size that this target does not allow.
-    """
+    """Fill in the recipe's draft: SpecForge's seam for draft configs derived from the target."""
     mask_id, ids = target_vocabulary(config, int(payload["vocab_size"]), config.model.mask_token_id)
     complete_draft_config(payload, target, options, mask_id, ids)
 
 
 def apply_recipe(options: DSpineOptions, config: Config, draft_config: PretrainedConfig) -> None:
-    """SpecForge's seam after a draft config is resolved: one that came with weights must fit the recipe.
-
-    Raises:
-        ValueError: the draft has another shape or mask token than the recipe says.
-    """
+    """Check that a draft config that came with weights fits the recipe: SpecForge's seam behind its resolution."""
     if not (config.model.draft_model_config or config.model.draft_checkpoint_path):
         return  # populate_draft_config made it
     settings_of(draft_config)
@@ -103,11 +78,7 @@ def apply_recipe(options: DSpineOptions, config: Config, draft_config: Pretraine
 
 
 def target_vocabulary(config: Config, rows: int, mask_id: int | None) -> tuple[int, OutputVocabulary]:
-    """The mask id, and what the target can emit (``vocabulary.output_vocabulary``), from the target's tokenizer.
-
-    Raises:
-        ValueError: the target's folder holds no tokenizer, or there is no usable mask token.
-    """
+    """Return the mask id, and what the target can emit (``vocabulary.output_vocabulary``), from its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(
         config.model.target_model_path,
         cache_dir=config.model.cache_dir,
@@ -129,7 +100,7 @@ def build_training_model(
     _target_config: PretrainedConfig,
     tokenizer: Any,
 ) -> Any:
-    """The composite model on its device, with the transfer space of the target's head installed."""
+    """Build the training model on its device, with the transfer space of the target's head installed."""
 
     def assemble(parts: dict[str, Any]) -> DSpineTrainingModel:
         model = DSpineTrainingModel(
@@ -143,7 +114,7 @@ def build_training_model(
             normalization=options.normalization,
             normalization_scope=options.normalization_scope,
         )
-        if options.has_readouts and not bool(draft.transfer_ready):  # a warm-started draft brings its own table
+        if options.has_readouts and not bool(draft.transfer_ready):  # a draft to start from has its table
             install_transfer_space(draft, model.lm_head.weight, config.data.cache_dir)
         return model
 
@@ -157,118 +128,65 @@ def build_training_model(
 
 
 def install_transfer_space(draft: DSpineDraftModel, head: torch.Tensor, cache_dir: str) -> None:
-    """Give a fresh draft the table of ``head`` E [V, H]; rank 0 computes it, the others read the cached file (§3).
-
-    Raises:
-        ValueError: as ``build_transfer_space``; RunError on the other ranks.
-    """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    """Give a new draft the table of ``head`` E [V, H] (§3): rank 0 computes it, the others read the cached file."""
     fetch = partial(cached_transfer_space, head, draft.settings.transfer_rank, cache_dir)
-    on_every_rank(rank, lambda: bool(fetch()))
+    on_every_rank(lambda: bool(fetch()))
     draft.set_transfer_space(fetch())
 
 
-def capture_layers(options: DSpineOptions, *_: Any) -> list[int]:
-    """SpecForge's seam for the T tapped layer ids: the recipe's, verbatim."""
-    return list(options.target_layer_ids)
-
-
 def build_streaming_collator() -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-    """Streamed records are offline feature files: normalize them as those are, then pad the batch."""
+    """Return a collator of streamed records: normalize them as offline feature files, then pad the batch."""
     collate = build_dspark_collator()
-
-    def normalise_and_collate(features: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return collate([normalize_dspark_offline_sample(feature, LONGEST) for feature in features])
-
-    return normalise_and_collate
-
-
-def algorithm_spec() -> AlgorithmSpec:
-    """The pure half of the registration: what DSpine consumes and which attention backends it has masks for."""
-    common: dict[str, Any] = {
-        "modality": "text",
-        "required_tensors": FEATURES,
-        "allowed_target_representations": {"hidden_state"},
-        "default_target_representation": "hidden_state",
-    }
-    storage = OfflineStorageContract(
-        format="specforge_hidden_states_v1", required_tensors=FEATURES, normalizer=NORMALIZER_ID
-    )
-    return AlgorithmSpec(
-        name=ALGORITHM,
-        draft=DraftRequirement(compatible_architectures={ARCHITECTURE}, default_architecture=ARCHITECTURE),
-        feature_contracts=(
-            FeatureContract(mode=FeatureMode.OFFLINE, storage=storage, **common),
-            FeatureContract(mode=FeatureMode.STREAMING, **common),
-        ),
-        capabilities=AlgorithmCapabilities(attention_backends={"eager", "sdpa", "flex_attention"}),
-    )
-
-
-def algorithm_providers(options: DSpineOptions) -> AlgorithmProviders:
-    """The executable half, bound to a recipe's options."""
-    names = (("input_ids", "input_ids"), ("loss_mask", "loss_mask"))
-    states = {"aux_feature": "hidden_states", "last_hidden_feature": "target_last_hidden_states"}
-    return AlgorithmProviders(
-        algorithm_name=ALGORITHM,
-        step=StepProvider(
-            build=lambda model, *, target_head=None, seed, warmup_ratio: DSpineTrainStrategy(
-                model, Schedule(seed, warmup_ratio)
-            ),
-            options=lambda config: {
-                **empty_options(config),
-                "seed": config.training.seed,
-                "warmup_ratio": config.training.warmup_ratio,
-            },
-            resume_contract=partial(resume_contract, options),
-            allowed_missing_checkpoint_keys=no_missing_checkpoint_keys,
-            uses_external_target_head=False,
-        ),
-        model=ModelProvider(
-            draft_config=DraftConfigProvider(
-                architecture=ARCHITECTURE,
-                target_defaults=TargetDerivedDraftDefaults(
-                    model_type="qwen3",
-                    num_hidden_layers=options.num_hidden_layers,
-                    populate=partial(populate_draft_config, options),
-                ),
-                apply_overrides=partial(apply_recipe, options),
-            ),
-            build_draft=build_registered_draft,
-            build_training_model=partial(build_training_model, options),
-            resolve_capture_layers=partial(capture_layers, options),
-            minimum_loss_tokens=lambda _config, _draft: 2,
-            needs_input_tools=lambda _config, _draft: False,
-            default_dataloader_num_workers=2,
-            loss_mask_filter=has_consecutive_supervised_tokens,
-        ),
-        offline=(
-            OfflineDataProvider(
-                modality="text",
-                normalizer_id=NORMALIZER_ID,
-                capture_layout=OfflineCaptureLayout(capture_method=ALGORITHM, passthrough=names, **states),
-                build_reader=partial(build_dspark_offline_reader, ALGORITHM),
-                build_normalizer=build_dspark_offline_normalizer,
-                build_collator=build_dspark_collator,
-            ),
-        ),
-        server_streaming=(
-            ServerStreamingProvider(
-                modality="text",
-                capture_method=ALGORITHM,
-                target_representation="hidden_state",
-                layout=ServerCaptureLayout(passthrough=tuple((a, b, ()) for a, b in names), **states),
-                build_collator=build_streaming_collator,
-            ),
-        ),
-    )
-
-
-def dspine_registration(options: DSpineOptions) -> AlgorithmRegistration:
-    """Contract and providers, checked against each other by SpecForge."""
-    return make_registration(algorithm_spec(), algorithm_providers(options))
+    return lambda records: collate([normalize_dspark_offline_sample(r, UNLIMITED) for r in records])
 
 
 def dspine_registry(options: DSpineOptions) -> AlgorithmRegistry:
-    """SpecForge's built-in algorithms and ``dspine``."""
-    return builtin_algorithm_registry().with_registration(dspine_registration(options))
+    """Return SpecForge's built-in algorithms, and DSpark's registration with our draft, step and model added."""
+    registry = builtin_algorithm_registry()
+    dspark = registry.resolve("dspark")
+    draft = DraftRequirement(compatible_architectures={ARCHITECTURE}, default_architecture=ARCHITECTURE)
+    (offline,), (streaming,) = dspark.providers.offline, dspark.providers.server_streaming
+    step = replace(
+        dspark.providers.step,
+        build=lambda model, *, target_head=None, seed, warmup_ratio: DSpineTrainStrategy(
+            model, Schedule(seed, warmup_ratio)
+        ),
+        options=lambda config: {
+            **empty_options(config),
+            "seed": config.training.seed,
+            "warmup_ratio": config.training.warmup_ratio,
+        },
+        resume_contract=partial(resume_contract, options),
+    )
+    model = replace(
+        dspark.providers.model,
+        draft_config=DraftConfigProvider(
+            architecture=ARCHITECTURE,
+            target_defaults=TargetDerivedDraftDefaults(
+                model_type="qwen3",
+                num_hidden_layers=options.num_hidden_layers,
+                populate=partial(populate_draft_config, options),
+            ),
+            apply_overrides=partial(apply_recipe, options),
+        ),
+        build_draft=build_registered_draft,
+        build_training_model=partial(build_training_model, options),
+        resolve_capture_layers=lambda *_: list(options.target_layer_ids),
+        minimum_loss_tokens=lambda _config, _draft: 2,
+        needs_input_tools=lambda _config, _draft: False,
+        default_dataloader_num_workers=2,
+    )
+    providers = AlgorithmProviders(
+        algorithm_name=ALGORITHM,
+        step=step,
+        model=model,
+        offline=(
+            replace(
+                offline,
+                capture_layout=replace(offline.capture_layout, capture_method=ALGORITHM),
+                build_reader=partial(build_dspark_offline_reader, ALGORITHM),
+            ),
+        ),
+        server_streaming=(replace(streaming, capture_method=ALGORITHM, build_collator=build_streaming_collator),),
+    )
+    return registry.with_registration(make_registration(replace(dspark.spec, name=ALGORITHM, draft=draft), providers))

@@ -1,8 +1,7 @@
-"""The one place that touches SpecForge's private parts, behind a version check.
+"""SpecForge's private names that we use, behind a version check. Everything else goes through its public seams.
 
-Each name below has no public counterpart in SpecForge 0.2; everything else in this package uses its seams.
 ``train_windows`` is the one patch: SpecForge's ``Trainer`` builds its core itself, and its evaluator knows no
-refined path. That core (window.py) overrides ``TrainerCore._normalize_gradients``, whose ValueError says Σ W = 0.
+refinement. Our core (optimizer_window.py) overrides ``TrainerCore._normalize_gradients``.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ __all__ = [
 
 
 def train_windows(trainer: Any, make_core: Callable[[TrainerCore], TrainerCore], evaluate: Callable[[], Any]) -> None:
-    """Give SpecForge's ``trainer``, which has not stepped yet, the core that ``make_core`` makes of its own, and
-    ``evaluate`` as what it does every ``eval_interval`` steps."""
+    """Replace the core of SpecForge's ``trainer``, which has not stepped yet, and its periodic evaluation."""
     controller = trainer._controller
     trainer.core = controller.core = make_core(trainer.core)
     controller.evaluate_configured = evaluate

@@ -1,6 +1,6 @@
-"""SpecForge's training step for DSpine: one micro-batch of captured features → the objective's numerator and weight.
+"""Step strategy of SpecForge for DSpine: one micro-batch of captured features → numerator and denominator (§5).
 
-The schedules (β, p) and the blocks' draws of §5 happen here; the model and the objective know nothing of steps.
+The schedules (β, p) and the draws of blocks happen here; the model and the objective know nothing of steps.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from specforge.runtime.contracts import TrainBatch
@@ -22,35 +22,27 @@ from specforge_dspine.objective.loss import identity
 from specforge_dspine.objective.metrics import is_reported
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.recipe import ALGORITHM
-from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.utils.errors import RecipeError, RunError
 
 logger = logging.getLogger(__name__)
 
 FEATURES = frozenset({"input_ids", "loss_mask", "hidden_states", "target_last_hidden_states"})
-EPOCH = re.compile(r"^e\d+-")  # of a sample's id: assembly.py names it for its epoch
+EPOCH = re.compile(r"^e\d+-")  # of a sample's id: trainers.py names it for its epoch
 MAX_BAD_SAMPLES = 64  # samples with non-finite states that are left out before a run stops
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the step needs to know of the run: its ``seed`` and the learning rate's warm-up as a fraction."""
+    """The run's seed, and the learning rate's warm-up as a fraction of all steps."""
 
     seed: int
     warmup_ratio: float
 
 
-class Draws(NamedTuple):
-    """What a step drew and scheduled for a micro-batch: its ``blocks``, p as ``chance``, and β."""
-
-    blocks: Blocks
-    chance: float
-    beta: float
-
-
 class DSpineTrainStrategy(DraftTrainStrategy):
-    """One micro-batch → loss: draws its blocks, asks the model, reports sums and counts.
+    """Draws blocks, calls the model, reports sums and counts.
 
-    The loss goes out as (numerator, denominator), which SpecForge sums over the optimizer window and all ranks.
+    The loss is (numerator, denominator), which SpecForge sums over the optimizer window and all ranks.
     """
 
     name = ALGORITHM
@@ -66,25 +58,24 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         self.bad_samples: set[str] = set()
 
     def trainable_module(self) -> torch.nn.Module:
-        """SpecForge's seam: the wrapped composite model."""
+        """Return the wrapped training model: SpecForge's seam."""
         return self.model
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext | None = None) -> StepOutput:
-        """``batch.tensors``: input_ids, loss_mask [R, S]; hidden_states [R, S, T·H]; target_last_hidden_states
-        [R, S, H]. ``ctx`` gives the optimizer steps taken and planned, and in training the micro-batch's share of its
-        window (window.py); outside training nothing is replaced.
+        """Return the loss of ``batch``, and what the step reports.
 
-        Raises:
-            ValueError: a feature is missing, or the schedule's horizon is unknown.
+        Args:
+            batch: input_ids, loss_mask [R, S]; hidden_states [R, S, T·H]; target_last_hidden_states [R, S, H].
+            ctx: optimizer steps taken and planned; in training also the reduction over the optimizer window.
         """
-        inputs, draws = self.inputs(batch, ctx)
+        inputs, blocks, probability = self.inputs(batch, ctx)
         loss = self.model(**inputs, window_reduce=getattr(ctx, "window_reduce", identity))
-        kept, one = draws.blocks.keep.sum(), torch.tensor(1.0)
+        kept, one = blocks.keep.sum(), torch.tensor(1.0)
         settings = self.inner.draft_model.settings
         parts = {
-            "beta": (torch.tensor(draws.beta), one),
-            "replacement_probability": (torch.tensor(draws.chance), one),
-            "replaced_share": ((draws.blocks.replaced & draws.blocks.keep).sum(), kept),
+            "beta": (torch.tensor(inputs["beta"]), one),
+            "replacement_probability": (torch.tensor(probability), one),
+            "replaced_share": ((blocks.replaced & blocks.keep).sum(), kept),
             "blocks": (kept, one),
             "supervised_tokens": (batch.tensors["loss_mask"].sum(), one),
         }
@@ -93,18 +84,14 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         return StepOutput(loss=mean, metrics={}, ratio_metrics=parts, loss_terms=(loss.numerator, loss.denominator))
 
     def look_ahead(self, batch: TrainBatch, ctx: StepContext) -> Tensor:
-        """ΣwCE, W, W_c, W_m [4] of ``batch``, with the draws that ``forward_loss`` will make again.
-
-        Raises:
-            ValueError: as ``forward_loss``.
-        """
-        inputs, _ = self.inputs(batch, ctx)
+        """Return ΣwCE, W, W_c, W_m [4] of ``batch``, with the draws that ``forward_loss`` will repeat."""
+        inputs, *_ = self.inputs(batch, ctx)
         with torch.no_grad():
             total: Tensor = self.model(**inputs, window_reduce=None)
         return total
 
-    def inputs(self, batch: TrainBatch, ctx: StepContext | None) -> tuple[dict[str, Any], Draws]:
-        """The model's arguments for ``batch`` at this step, on its device, and what was drawn for them."""
+    def inputs(self, batch: TrainBatch, ctx: StepContext | None) -> tuple[dict[str, Any], Blocks, float]:
+        """Return the model's arguments for ``batch`` on its device, the blocks as drawn, and the curriculum's p."""
         self.validate_batch(batch)
         self.leave_out_bad_samples(batch)
         if ctx is None or not ctx.total_steps:
@@ -113,25 +100,20 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         step, total = ctx.global_step, ctx.total_steps
         warmup = settings.alignment_warmup_steps
         beta = alignment_beta(step, int(self.schedule.warmup_ratio * total) if warmup is None else warmup, settings)
-        chance = replacement_probability(step, total, settings) if self.model.training else 0.0
+        probability = replacement_probability(step, total, settings) if self.model.training else 0.0
         blocks = draw_blocks(
             batch.tensors["loss_mask"],
             batch.sample_ids,
             seed=self.schedule.seed,
             num_anchors=self.inner.num_anchors,
-            probability=chance,
+            probability=probability,
         )
         device = self.inner.lm_head.weight.device
         tensors = {name: batch.tensors[name].to(device, non_blocking=True) for name in sorted(FEATURES)}
-        return {**tensors, "blocks": blocks.to(device), "beta": beta}, Draws(blocks, chance, beta)
+        return {**tensors, "blocks": blocks.to(device), "beta": beta}, blocks, probability
 
     def validate_batch(self, batch: TrainBatch) -> None:
-        """SpecForge checks names; the widths of DFlash-family features are ours to check.
-
-        Raises:
-            RecipeError: a feature of another width or dtype than this target and these taps give.
-            ValueError: a feature is missing.
-        """
+        """Check the features' names, as SpecForge does, and their widths and dtypes by target and taps."""
         super().validate_batch(batch)
         taps, hidden = self.inner.draft_model.fc.in_features, self.inner.draft_model.fc.out_features
         for name, width in (("hidden_states", taps), ("target_last_hidden_states", hidden)):
@@ -143,12 +125,7 @@ class DSpineTrainStrategy(DraftTrainStrategy):
                 )
 
     def leave_out_bad_samples(self, batch: TrainBatch) -> None:
-        """Samples whose states are not finite supervise nothing: named, counted once in all epochs, and tolerated up
-        to a limit.
-
-        Raises:
-            RuntimeError: more than ``MAX_BAD_SAMPLES`` of them.
-        """
+        """Make samples whose states are not finite supervise nothing; name each, and count it once in all epochs."""
         for name in ("hidden_states", "target_last_hidden_states"):
             states = batch.tensors[name]
             for row in (~torch.isfinite(states).flatten(1).all(dim=1)).nonzero().flatten().tolist():
@@ -157,12 +134,12 @@ class DSpineTrainStrategy(DraftTrainStrategy):
                 for feature in ("hidden_states", "target_last_hidden_states", "loss_mask"):
                     batch.tensors[feature][row] = 0
         if len(self.bad_samples) > MAX_BAD_SAMPLES:
-            raise RuntimeError(
+            raise RunError(
                 f"{len(self.bad_samples)} samples were not finite (at most {MAX_BAD_SAMPLES} are left out), "
                 f"{sorted(self.bad_samples)[-1]} among them; capture the features again"
             )
 
     def checkpoint_state_filter(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The draft's own tensors, names as in the exported checkpoint."""
+        """Keep the draft's own tensors, named as in the exported checkpoint."""
         prefix = "draft_model."
         return {k.split(prefix, 1)[1]: v for k, v in state_dict.items() if prefix in k}

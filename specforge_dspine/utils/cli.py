@@ -134,6 +134,7 @@ def run_command(
     doc: str | None,
     expected: tuple[type[Exception], ...] = (ValueError, OSError),
     advice: str = "the same command continues",
+    on_failure: str | None = None,
 ) -> int:
     """Parse ``argv``, work, and print the result; returns the exit status (see the module's text).
 
@@ -142,6 +143,7 @@ def run_command(
         module: the calling module, as ``python -m`` takes it.
         expected: errors of unusable input; anything else but ``RunError`` keeps its traceback.
         advice: what to do after a signal.
+        on_failure: what to do after a ``RunError``.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
@@ -171,7 +173,7 @@ def run_command(
         print(f"stopped by {received}; {advice}", file=sys.stderr)
         return 128 + received.signum
     except (RunError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", *([on_failure] if on_failure else []), sep="\n", file=sys.stderr)
         return 1
     except expected as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,41 +14,26 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
-from tqdm import tqdm
-
+from specforge_dspine.utils.differences import differences
 from specforge_dspine.utils.errors import RunError
-from specforge_dspine.utils.files import as_json, atomic_write, file_sha256, to_line
+from specforge_dspine.utils.files import as_json, atomic_write, file_sha256, to_line, write_json
 
-SHOWN_CHANGES = 3
-"""Inputs that a message names; the others are counted."""
-
-
-def difference(was: Any, now: Any) -> str:
-    """How a value that decides an output changed, in words; of lists of inputs only the first ones that differ."""
-    if not (isinstance(was, list) and isinstance(now, list) and max(len(was), len(now)) > SHOWN_CHANGES):
-        return f"was {was!r} and is now {now!r}"
-    pairs = [(k, one, other) for k, (one, other) in enumerate(zip_longest(was, now), 1) if one != other]
-    shown = "; ".join(f"number {k} was {one!r} and is now {other!r}" for k, one, other in pairs[:SHOWN_CHANGES])
-    more = len(pairs) - SHOWN_CHANGES
-    return f"differ: {shown}" + (f"; and {more} more" if more > 0 else "")
-
-
+SHOWN_CHANGES = 6  # changed inputs that a message names; the others are counted
 ENDED = "ended"
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE IF NOT EXISTS kept (place INTEGER PRIMARY KEY, output INTEGER, key INTEGER, line BLOB);
-CREATE TABLE IF NOT EXISTS dropped (place INTEGER PRIMARY KEY, reason TEXT, line BLOB);
-"""
-OPTIONS = """
 PRAGMA page_size = 16384;
-PRAGMA locking_mode = EXCLUSIVE;
+PRAGMA locking_mode = EXCLUSIVE;  -- the kernel lifts the lock when the process ends
 PRAGMA synchronous = NORMAL;
 PRAGMA cache_size = -65536;
+BEGIN EXCLUSIVE;
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS kept (place INTEGER PRIMARY KEY, output INTEGER, key INTEGER UNIQUE, line BLOB);
+CREATE TABLE IF NOT EXISTS dropped (place INTEGER PRIMARY KEY, reason TEXT, line BLOB);
+COMMIT;
 """
 
 
@@ -56,16 +41,8 @@ class LedgerError(ValueError):
     """The output belongs to another job, or must not be written; the message says what to do."""
 
 
-class InputsChangedError(LedgerError):
-    """What is there was made from other inputs."""
-
-
-class DamagedLedgerError(LedgerError):
-    """What is there cannot be read, now or later."""
-
-
-class OutputBusyError(LedgerError):
-    """Somebody works on this output now."""
+class UselessLedgerError(LedgerError):
+    """What is there is damaged or was made from other inputs: the job cannot continue it, only discard it."""
 
 
 class LedgerWriteError(RunError):
@@ -98,11 +75,11 @@ class Ledger:
         self.outputs = list(outputs)
         self.output = self.outputs[0]
         self._inputs = as_json({"command": command, **inputs})
-        self.summary_path = _beside(self.output, "summary.json")
-        self.dropped_path = _beside(self.output, "dropped.jsonl")
-        self._partial_path = _beside(self.output, "partial")
-        self._journal_path = _beside(self.output, "partial-journal")  # SQLite's own
+        suffixes = ("summary.json", "dropped.jsonl", "partial", "partial-journal")  # the last is SQLite's own
+        self._beside = [self.output.with_name(f"{self.output.name}.{suffix}") for suffix in suffixes]
+        self.summary_path, self.dropped_path, self._partial_path, self._journal_path = self._beside
         self.overwrite = overwrite
+        self._advice = f"give --overwrite to replace {self.output}, or name another file"
         self._db: sqlite3.Connection | None = None
         self._check_paths(reads)
 
@@ -156,8 +133,7 @@ class Ledger:
             raise LedgerError(f"{' and '.join(map(str, self.outputs))}: give the files names of their own")
         read = {Path(os.path.realpath(path)): path for path in reads}
         written: dict[Path, Path] = {}
-        beside = (self.summary_path, self.dropped_path, self._partial_path, self._journal_path)
-        for path in (*beside, *self.outputs):
+        for path in (*self._beside, *self.outputs):
             real = Path(os.path.realpath(path))
             if real in written:
                 raise LedgerError(f"{path} is where {written[real].name} of {self.output} goes; name another file")
@@ -173,6 +149,13 @@ class Ledger:
                 raise LedgerError(f"{path} is not an ordinary file; name a file that can be written and replaced")
             written[real] = path
 
+    def _compare(self, was: Mapping[str, Any]) -> None:
+        changes = [f"{name} was {then!r} and is now {now!r}" for name, then, now in differences(was, self._inputs)]
+        if changes:
+            more = f"; and {len(changes) - SHOWN_CHANGES} more" if len(changes) > SHOWN_CHANGES else ""
+            shown = "; ".join(changes[:SHOWN_CHANGES]) + more
+            raise UselessLedgerError(f"{self.output} is from other inputs: {shown}. To go on, {self._advice}")
+
     def __enter__(self) -> Ledger:
         """Open what an earlier run left, or begin.
 
@@ -180,34 +163,49 @@ class Ledger:
             LedgerError: another process works on it, it is from other inputs, or it is damaged.
         """
         try:
-            self._begin()
-        except (InputsChangedError, DamagedLedgerError):
+            self._open()
+        except UselessLedgerError:
             if not self.overwrite:
                 raise
             for path in (self._partial_path, self._journal_path):
                 path.unlink(missing_ok=True)
-            self._begin()
+            self._open()
         return self
 
-    def _begin(self) -> None:
-        self._db = self._open()
+    def _open(self) -> None:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self._db = sqlite3.connect(self._partial_path, timeout=0)
             self._db.executescript(SCHEMA)
-            was = self.fact("inputs")
-            if was is None:
-                self.set_fact("inputs", self._inputs)
-            else:
+            if was := self.fact("inputs"):
                 self._compare(was)
-            self._db.execute("BEGIN")
-        except Exception as error:
-            self.__exit__(type(error), error, None)
-            raise
+            else:
+                self.set_fact("inputs", self._inputs)
+                self.commit()
+        except (sqlite3.Error, LedgerError) as error:
+            self._close()
+            if isinstance(error, LedgerError):
+                raise
+            if "locked" in str(error):
+                raise LedgerError(
+                    f"another process is writing {self.output}; wait for it or name another file"
+                ) from None
+            if "not a database" in str(error):
+                raise UselessLedgerError(f"{self._partial_path}: {error}; {self._advice}") from error
+            raise LedgerError(
+                f"{self._partial_path}: {error} (no permission, no room, or damaged?). Fix that, and the same "
+                "command continues"
+            ) from error
+
+    def _close(self) -> None:
+        if self._db is not None:
+            self._db.close()  # what was not committed is rolled back
+            self._db = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.db.close()  # what was not committed is rolled back
-        self._db = None
+        self._close()
         if isinstance(error, sqlite3.Error):
             raise LedgerWriteError(
                 f"{self._partial_path}: {error} (is the disk full, or a file size limit reached?). Nothing of what "
@@ -217,14 +215,19 @@ class Ledger:
     def keep(self, line: bytes, *, output: int = 0, place: int | None = None, key: int | None = None) -> None:
         """Keep a line for the output of that number; in the order of ``place``, by default as they come.
 
-        ``key`` is 64 bits by which a continued job can recognize the row.
+        ``key`` is 64 bits that no other row has; ``has_key`` finds it, in a continued job too.
         """
-        signed = key - (1 << 64) if key is not None and key >= 1 << 63 else key  # as SQLite's integers are
+        signed = None if key is None else _signed(key)
         self.db.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", (place, output, signed, line))
 
-    def drop(self, file: str, line: int | None, reason: str, detail: str, **more: Any) -> None:
-        """Note a row that is left out: where it is and why. ``place`` in ``more`` orders it."""
-        place = more.pop("place", None)
+    def has_key(self, key: int) -> bool:
+        """Whether a row with this key was kept."""
+        return self.db.execute("SELECT 1 FROM kept WHERE key = ?", (_signed(key),)).fetchone() is not None
+
+    def drop(
+        self, file: str, line: int | None, reason: str, detail: str, *, place: int | None = None, **more: Any
+    ) -> None:
+        """Note a row that is left out: where it is and why."""
         row = {"file": file, "line": line, "reason": reason, "detail": detail, **more}
         self.db.execute("INSERT INTO dropped VALUES (?, ?, ?)", (place, reason, to_line(row)))
 
@@ -239,8 +242,7 @@ class Ledger:
 
     def commit(self) -> None:
         """Make everything up to here last, whatever happens."""
-        self.db.execute("COMMIT")
-        self.db.execute("BEGIN")
+        self.db.commit()
 
     def kept(self) -> Iterator[Any]:
         """The rows kept so far, in their order, as JSON values."""
@@ -248,8 +250,8 @@ class Ledger:
 
     def ended(self) -> dict[str, Any] | None:
         """The arguments of a ``finish`` that could not write its files: all rows are there, none is to come."""
-        found = self.fact(ENDED)
-        return found if found is None else dict(found)
+        found: dict[str, Any] | None = self.fact(ENDED)
+        return found
 
     def counts(self) -> tuple[int, dict[str, int]]:
         """Rows kept, and rows dropped by reason, most first."""
@@ -257,8 +259,13 @@ class Ledger:
         reasons = self.db.execute("SELECT reason, COUNT(*) FROM dropped GROUP BY reason ORDER BY 2 DESC, 1")
         return kept, dict(reasons.fetchall())
 
+    def kept_by_output(self) -> list[int]:
+        """Rows kept for each output."""
+        found = dict(self.db.execute("SELECT output, COUNT(*) FROM kept GROUP BY output").fetchall())
+        return [found.get(number, 0) for number in range(len(self.outputs))]
+
     def reasons(self) -> str:
-        """Why rows were dropped, in words."""
+        """Why rows were dropped, in one line."""
         dropped = self.counts()[1]
         return "; ".join(f"{number} × {reason}" for reason, number in dropped.items()) or "the input is empty"
 
@@ -272,42 +279,38 @@ class Ledger:
             RuntimeError: rows were lost on the way: an error in this program.
         """
         kept, dropped = self.counts()
-        are_pages = rows_kept is not None
-        kept = kept if rows_kept is None else rows_kept
+        summary: dict[str, Any] = {
+            "inputs": self._inputs,
+            "rows_in": rows_in,
+            "rows_kept": kept,
+            "rows_dropped": dropped,
+        }
+        if rows_kept is None:
+            names = [path.name for path in self.outputs]
+            summary["rows_by_file"] = dict(zip(names, self.kept_by_output(), strict=True))
+        else:
+            summary["rows_kept"] = kept = rows_kept
         if rows_in != kept + sum(dropped.values()):
             raise RuntimeError(f"{rows_in} rows came in, {kept} were kept and {sum(dropped.values())} dropped")
         self.set_fact(ENDED, {"rows_in": rows_in, "facts": dict(facts), "rows_kept": rows_kept})
         self.commit()
-        written = {
+        lines = {
             path: f"SELECT line FROM kept WHERE output = {number} ORDER BY place"
             for number, path in enumerate(self.outputs)
         }
-        written[self.dropped_path] = "SELECT line FROM dropped ORDER BY place"
-        files: dict[str, int] = {}
+        lines[self.dropped_path] = "SELECT line FROM dropped ORDER BY place"
         hashes: dict[str, str] = {}
         try:
-            # All are written before the first takes its place. They do so in reverse order: the summary is the last.
-            with ExitStack() as stack:
-                about = stack.enter_context(atomic_write(self.summary_path))
-                for path, query in written.items():
+            with ExitStack() as stack:  # all are written before the first takes its place
+                for path, query in lines.items():
                     file = stack.enter_context(atomic_write(path))
                     with closing(self.db.execute(query)) as rows:  # left open, it would hold the lock
-                        lines = (line for (line,) in rows)
-                        bar = tqdm(lines, desc=f"writing {path.name}", unit=" rows", leave=False, disable=None)
-                        files[path.name] = _fill(path, file, bar)
+                        file.writelines(line for (line,) in rows)
+                    file.flush()
                     hashes[path.name] = file_sha256(Path(file.name))
-                summary = {
-                    "inputs": self._inputs,
-                    "rows_in": rows_in,
-                    "rows_kept": kept,
-                    "rows_dropped": dropped,
-                    **({} if are_pages else {"rows_by_file": {path.name: files[path.name] for path in self.outputs}}),
-                    **facts,
-                    "sha256": hashes,
-                }
-                text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-                _fill(self.summary_path, about, [text.encode()])
                 self.summary_path.unlink(missing_ok=True)  # from here on the old result is no longer whole
+            summary |= {**facts, "sha256": hashes}
+            write_json(self.summary_path, summary)
         except OSError as error:
             raise LedgerWriteError(
                 f"{error.filename or self.output}: {error.strerror or error}. The rows are safe in "
@@ -316,64 +319,7 @@ class Ledger:
         self._partial_path.unlink()
         return summary
 
-    @property
-    def _advice(self) -> str:
-        return f"give --overwrite to replace {self.output}, or name another file"
 
-    def _compare(self, was: Mapping[str, Any]) -> None:
-        changed = [
-            f"{name} {difference(was.get(name), self._inputs.get(name))}"
-            for name in sorted(was.keys() | self._inputs.keys())
-            if was.get(name) != self._inputs.get(name)
-        ]
-        if changed:
-            raise InputsChangedError(
-                f"{self.output} is from other inputs: {'; '.join(changed)}. To go on, {self._advice}"
-            )
-
-    def _open(self) -> sqlite3.Connection:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        db = None
-        try:
-            db = sqlite3.connect(self._partial_path, timeout=0, isolation_level=None)
-            db.executescript(OPTIONS)
-            db.execute("BEGIN EXCLUSIVE")  # the kernel lifts the lock when the process ends
-            db.execute("COMMIT")
-        except sqlite3.Error as error:
-            if db is not None:
-                db.close()
-            if "locked" in str(error):
-                raise OutputBusyError(
-                    f"another process is writing {self.output}; wait for it or name another file"
-                ) from None
-            if "not a database" in str(error):
-                raise DamagedLedgerError(f"{self._partial_path}: {error}; {self._advice}") from error
-            raise LedgerError(
-                f"{self._partial_path}: {error} (no permission, no room, or damaged?). Fix that, and the same "
-                "command continues"
-            ) from error
-        return db
-
-
-def read_kept_keys(db: sqlite3.Connection) -> Iterator[int]:
-    """The keys of all rows kept so far."""
-    for (key,) in db.execute("SELECT key FROM kept WHERE key IS NOT NULL"):
-        yield key % (1 << 64)
-
-
-def _fill(path: Path, file: BinaryIO, lines: Iterable[bytes]) -> int:
-    """Write ``lines`` for ``path``; returns how many there were."""
-    number = 0
-    try:
-        for line in lines:
-            file.write(line)
-            number += 1
-        file.flush()
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-    return number
-
-
-def _beside(output: Path, suffix: str) -> Path:
-    return output.with_name(f"{output.name}.{suffix}")
+def _signed(key: int) -> int:
+    """A key of 64 bits as SQLite's integers are."""
+    return key - (1 << 63)

@@ -240,7 +240,7 @@ def test_a_variant_differs_from_the_recipe_in_its_fields_alone(toy: Path, name: 
     full, other = (load_recipe(toy / "recipe.yaml", VARIANTS[each].overrides) for each in ("full", name))
     before, after = (each.resolved()["dspine"] for each in (full, other))
     assert {key: value for key, value in after.items() if value != before[key]} == differing
-    assert other.host == full.host and after.keys() == before.keys()
+    assert other.specforge_config == full.specforge_config and after.keys() == before.keys()
 
 
 def test_the_baseline_is_the_dflash_recipes() -> None:
@@ -252,7 +252,11 @@ def test_the_baseline_is_the_dflash_recipes() -> None:
 def test_the_ablation_recipe_is_the_demos_trained_offline() -> None:
     folder = ROOT / "recipes"
     ours, demo = (load_recipe(folder / name) for name in ("smollm2_cpu_ablation.yaml", "smollm2_cpu.yaml"))
-    assert ours.dspine == demo.dspine and ours.host.model == demo.host.model and ours.stream is None
+    assert (
+        ours.dspine == demo.dspine
+        and ours.specforge_config.model == demo.specforge_config.model
+        and ours.stream is None
+    )
     document = yaml.safe_load((folder / "smollm2_cpu_ablation.yaml").read_text(encoding="utf-8"))
     assert document["data"]["hidden_states_path"] == "runs/ablation/data/train", "where make ablation captures"
 

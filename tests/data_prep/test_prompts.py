@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 
 from data_prep.bench import write_chats
 from data_prep.cleaning.conversations import read_conversation, read_messages
-from data_prep.cleaning.exact_dedup import SeenKeys, normalized
+from data_prep.cleaning.filters import normalized
 from data_prep.cleaning.near_dedup import signature
 from data_prep.prompts import main
 from data_prep.readers.json_array import REST_INVALID
@@ -152,10 +151,12 @@ def test_other_inputs_are_refused_by_the_first_that_differ(tmp_path: Path) -> No
     files = [write(tmp_path / f"{number}.jsonl", {"prompt": f"{number}"}) for number in range(20)]
     out = tmp_path / "out.jsonl"
     select(out, *files)
-    refuse(main, words(out, *files[::-1]), r"files differ: number 1 was \['.*and 17 more")
+    refuse(
+        main, words(out, *files[::-1]), r"files\.1 \S+/0\.jsonl was 'sha256 \w+' and is now 'absent'; .*; and 34 more"
+    )
     one = tmp_path / "one.jsonl"
     select(one, files[0])
-    refuse(main, words(one, files[0], files[0]), "files was")
+    refuse(main, words(one, files[0], files[0]), r"files\.2 \S+/0\.jsonl was 'absent' and is now 'sha256")
 
 
 AS_NOBODY = """
@@ -213,21 +214,6 @@ def test_the_same_words_in_other_roles_are_another_prompt(tmp_path: Path) -> Non
     system = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why?"}]}
     chats = write(tmp_path / "a.jsonl", system, {"data": ["Be kind.", "x", "Why?"]})
     assert len({row["id"] for row in select(tmp_path / "out.jsonl", chats)}) == 2
-
-
-def test_exact_keys_take_at_most_sixteen_bytes_a_row() -> None:
-    keys, count = SeenKeys(), 1_000_000
-    drawn = np.random.default_rng(0).integers(0, 1 << 63, count, np.uint64)
-    tracemalloc.start()
-    for at in range(0, count, 1000):
-        part = drawn[at : at + 1000].tolist()
-        assert not any(keys.known(part))
-        for key in part:
-            keys.add(key)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 16 * count + (2 << 20), "two mebibytes for what has not been sorted in yet"
-    assert all(keys.known(drawn[::1000].tolist())) and not any(keys.known((drawn[::1000] + 1).tolist()))
 
 
 TEXT = "How do I write a short and friendly letter to my landlord about the broken heating in the small kitchen today"
@@ -353,7 +339,7 @@ def test_running_twice_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert out.stat().st_mtime_ns == written and "is there already" in capsys.readouterr().out
     refuse(main, words(out, chats, max_turns=2), "max_turns was None and is now 2")
     write(chats, {"prompt": "b"})
-    refuse(main, words(out, chats), r"files was .*--overwrite")
+    refuse(main, words(out, chats), r"files\.1 \S+ was .*--overwrite")
     assert asked(select(out, chats, overwrite=True)) == ["b"]
 
 

@@ -27,7 +27,6 @@ from data_prep.readers.files import errors_as_rows, file_chunks
 from data_prep.readers.inputs import open_inputs, rows_of
 from data_prep.readers.json_array import REST_INVALID, EntryReader
 from specforge_dspine.utils.invalid_row import InvalidRow
-from specforge_dspine.utils.ledger import difference
 
 PROMPTS = [{"prompt": f"Wörter {number}"} for number in range(40)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in PROMPTS).encode()
@@ -419,15 +418,11 @@ def test_whatever_else_is_in_a_folder_is_named_or_read(tmp_path: Path) -> None:
 
 
 def test_order_and_repetition_are_part_of_what_inputs_are(tmp_path: Path) -> None:
-    names = [str(tmp_path / f"{number}.jsonl") for number in range(30)]
+    names = [str(tmp_path / f"{number}.jsonl") for number in range(2)]
     for name in names:
         Path(name).write_text('{"prompt": "a"}')
-    forms = [names[:2], names[1::-1], names[:1], names[:1] * 2]
+    forms = [names, names[::-1], names[:1], names[:1] * 2]
     assert len({json.dumps(open_inputs(form).identities) for form in forms}) == 4
-    was, now = (open_inputs(form).identities for form in (names, names[::-1]))
-    text = difference(was, now)
-    assert text.startswith(f"differ: number 1 was {was[0]} and is now {now[0]}; number 2 was ")
-    assert text.endswith("; and 27 more") and text.count("sha256") == 6
 
 
 def test_saved_data_sets_are_read(tmp_path: Path) -> None:
@@ -438,7 +433,7 @@ def test_saved_data_sets_are_read(tmp_path: Path) -> None:
     inputs = open_inputs([str(tmp_path / "one"), str(tmp_path / "two")])
     assert [each.name.rpartition("/")[2] for each in inputs.found] == ["one", "two:train", "two:test"]
     assert [entry for _, _, entry in rows_of(inputs)] == PROMPTS + PROMPTS
-    assert len({identity for _, identity in inputs.identities}) == 3
+    assert len(set(inputs.identities.values())) == 3
 
 
 def test_a_data_set_by_name_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,10 @@ from data_prep.generation.responses import (
     ResponseGenerator,
     TurnResult,
 )
-from data_prep.generation.server_pool import ATTEMPTS, RequestFailed, Requirements, ServerPool, ServersLostError
+from data_prep.generation.server_pool import ATTEMPTS, Requirements, ServerPool, ServersLostError
 from data_prep.readers.inputs import open_inputs
 from specforge_dspine.streaming.client import Completion
+from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 from tests.support.chat_targets import SMOLLM2, smollm2_tokenizer
 
@@ -180,11 +181,11 @@ def test_a_server_that_runs_but_answers_nothing_ends_the_job(flaky: Flaky, monke
         monkeypatch.setattr(servers_module, name, value)
     failing = asking(flaky, patience_s=60)
     flaky.failures = ATTEMPTS
-    with pytest.raises(RequestFailed):
+    with pytest.raises(InvalidRow, match="the server fails on it"):
         failing.generate([1], max_new_tokens=2)
     assert failing.generate([1], max_new_tokens=2), "an answer in between: the next failure is the first again"
     flaky.failures = 10 * ATTEMPTS
-    with pytest.raises(RequestFailed):
+    with pytest.raises(InvalidRow, match="the server fails on it"):
         failing.generate([1], max_new_tokens=2)
     with pytest.raises(ServersLostError, match=r"failed on 2 requests in a row.*the same command continues"):
         failing.generate([1], max_new_tokens=2)

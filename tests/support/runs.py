@@ -26,7 +26,7 @@ POISON = 77
 CLOCKS = ("time", "wait_share")  # and what ends or begins as below: of the wall clock, never equal
 
 
-def write_world(root: Path, taps: list[int]) -> Path:
+def write_toy_data(root: Path, taps: list[int]) -> Path:
     """A target, 16 samples of which every fourth makes its states NaN, features of the 12 others, and of 3 that are
     held out, in ``root``."""
     save_tokenizer(build_qwen3(root / "target", poisoned_token=POISON))

@@ -1,6 +1,6 @@
-"""One optimizer window through SpecForge's backend and our core, split in several ways; run by test_window.py.
+"""One optimizer window through SpecForge's backend and our core, split in several ways (test_optimizer_window.py).
 
-    torchrun --nproc_per_node N tests/window_step.py OUT.pt
+    torchrun --nproc_per_node N -m tests.support.window_step OUT.pt
 
 Every rank takes its share of the same eight sequences. Rank 0 writes, per split, the logged loss and every gradient
 as the optimizer would see it.

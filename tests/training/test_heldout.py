@@ -16,7 +16,7 @@ from specforge.training.strategies.base import StepContext
 from specforge_dspine.export import export_run
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.train import main
-from specforge_dspine.training.heldout import evaluate, loss, own_sums, shard
+from specforge_dspine.training.heldout import evaluate, loss, rank_sums, shard
 from specforge_dspine.training.run_checkpoints import read_state
 from specforge_dspine.training.run_logger import BEST
 from specforge_dspine.training.strategy import DSpineTrainStrategy, Schedule
@@ -50,8 +50,8 @@ def test_every_rank_runs_as_many_forwards_and_every_sample_counts_once() -> None
 def test_the_shares_of_two_ranks_are_the_set() -> None:
     """Five samples: the second rank's third forward is a stand-in, and counts for nothing."""
     strategy, context = strategy_of(), StepContext(10, 100)
-    whole = own_sums(strategy, batches(5), context, rank=0, ranks=1)
-    shares = [own_sums(strategy, batches(5), context, rank=rank, ranks=2) for rank in (0, 1)]
+    whole = rank_sums(strategy, batches(5), context, rank=0, ranks=1)
+    shares = [rank_sums(strategy, batches(5), context, rank=rank, ranks=2) for rank in (0, 1)]
     for name, sums in whole.items():
         assert torch.allclose(shares[0][name] + shares[1][name], sums, rtol=1e-12), name
     assert shares[0]["rows"][1] + shares[1]["rows"][1] == 5
@@ -97,7 +97,7 @@ def test_the_loss_is_the_objective_over_the_whole_set() -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("heldout")
     build_qwen3(root / "target")
     save_tokenizer(root / "target")
@@ -107,15 +107,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def write_recipe(world: Path, name: str, heldout: Path) -> Path:
+def write_recipe(toy: Path, name: str, heldout: Path) -> Path:
     document = tiny_recipe(
-        world / "target",
-        world / name,
-        data={"hidden_states_path": str(world / "train")},
+        toy / "target",
+        toy / name,
+        data={"hidden_states_path": str(toy / "train")},
         training={"max_steps": 6, "total_steps": 6, "save_interval": 6, "learning_rate": 1e-2},
         heldout={"hidden_states_path": str(heldout), "interval": 2},
     )
-    path = world / f"{name}.yaml"
+    path = toy / f"{name}.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     return path
 
@@ -124,9 +124,9 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_run_looks_at_held_out_samples_marks_the_best_and_trains_the_same(world: Path) -> None:
-    assert main(["--recipe", str(write_recipe(world, "run", world / "heldout"))]) == 0
-    run = world / "run"
+def test_a_run_looks_at_held_out_samples_marks_the_best_and_trains_the_same(toy: Path) -> None:
+    assert main(["--recipe", str(write_recipe(toy, "run", toy / "heldout"))]) == 0
+    run = toy / "run"
     heldout = [line for line in lines(run) if "eval/loss" in line]
     assert [line["step"] for line in heldout] == [2, 4, 6]
     for line in heldout:
@@ -146,33 +146,33 @@ def test_a_run_looks_at_held_out_samples_marks_the_best_and_trains_the_same(worl
     again = load_draft(run / "newest").tensors
     assert all(torch.equal(again[name], newest[name]) for name in again)
 
-    assert main(["--recipe", str(write_recipe(world, "plain", world / "heldout")), "heldout=null"]) == 0
-    trained, plain = ([line for line in lines(world / name) if "loss" in line] for name in ("run", "plain"))
+    assert main(["--recipe", str(write_recipe(toy, "plain", toy / "heldout")), "heldout=null"]) == 0
+    trained, plain = ([line for line in lines(toy / name) if "loss" in line] for name in ("run", "plain"))
     assert [line["loss"] for line in trained] == [line["loss"] for line in plain], "looking changes nothing"
     for line in trained:
         assert line["rows_per_second"] > 0 and line["tokens_per_second"] > 0 and 0 <= line["wait_share"] <= 1
 
 
-def test_training_samples_are_not_held_out(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--recipe", str(write_recipe(world, "same", world / "train"))]) == 2
+def test_training_samples_are_not_held_out(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--recipe", str(write_recipe(toy, "same", toy / "train"))]) == 2
     assert "holds 12 of the training samples" in capsys.readouterr().err
     streamed = [
         "data.hidden_states_path=''",
-        f"data.prompts_path={world / 'train.jsonl'}",
+        f"data.prompts_path={toy / 'train.jsonl'}",
         "stream={managed: {}}",
         "runtime={in_flight_low_watermark: 4, in_flight_high_watermark: 8}",
     ]
-    assert main(["--recipe", str(world / "same.yaml"), "--plan", *streamed]) == 2
+    assert main(["--recipe", str(toy / "same.yaml"), "--plan", *streamed]) == 2
     assert "holds 12 of the training samples" in capsys.readouterr().err
-    assert main(["--recipe", str(write_recipe(world, "none", world / "nowhere"))]) == 2
+    assert main(["--recipe", str(write_recipe(toy, "none", toy / "nowhere"))]) == 2
     assert "heldout.hidden_states_path" in capsys.readouterr().err
 
 
-def test_a_resumed_run_marks_the_best_again(world: Path) -> None:
+def test_a_resumed_run_marks_the_best_again(toy: Path) -> None:
     """From its own log: a mark that was lost with the kill, or that names a checkpoint which is gone."""
-    recipe = write_recipe(world, "again", world / "heldout")
+    recipe = write_recipe(toy, "again", toy / "heldout")
     assert main(["--recipe", str(recipe)]) == 0
-    run = world / "again"
+    run = toy / "again"
     whole = marked(run)
     for damage in ("lost", "too late"):
         shutil.rmtree(run / "tiny-step6")
@@ -185,13 +185,13 @@ def test_a_resumed_run_marks_the_best_again(world: Path) -> None:
         assert marked(run) == whole
 
 
-def test_without_held_out_samples_no_old_mark_counts(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_recipe(world, "dropped", world / "heldout")
+def test_without_held_out_samples_no_old_mark_counts(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(toy, "dropped", toy / "heldout")
     assert main(["--recipe", str(recipe), "training.max_steps=4"]) == 0
-    assert marked(world / "dropped") is not None
+    assert marked(toy / "dropped") is not None
     assert main(["--recipe", str(recipe), "--resume", "heldout=null"]) == 0
-    assert marked(world / "dropped") is None
-    assert "checkpoint: tiny-step6" in capsys.readouterr().out
+    assert marked(toy / "dropped") is None
+    assert "checkpoint: tiny-step6" in capsys.readouterr().err
 
 
 def test_a_bad_held_out_sample_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from specforge_dspine.formats.reader import load_draft
-from specforge_dspine.training.run_checkpoints import checkpoint_folders, fault
+from specforge_dspine.training.run_checkpoints import checkpoint_folders, checkpoint_problem
 from tests.support.runs import (
     assert_equal,
     assert_same_run,
@@ -32,7 +32,7 @@ from tests.support.runs import (
     started,
     train,
     wait_until,
-    write_world,
+    write_toy_data,
 )
 from tests.support.small import tiny_recipe
 
@@ -42,20 +42,20 @@ SEED = 20261130
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_world(tmp_path_factory.mktemp("kill"), [0, 2, 4])
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy_data(tmp_path_factory.mktemp("kill"), [0, 2, 4])
 
 
-def write_recipe(world: Path, name: str, steps: int, **sections: Any) -> Path:
+def write_recipe(toy: Path, name: str, steps: int, **sections: Any) -> Path:
     """A recipe of ``steps`` short steps with a checkpoint of each, two of them kept."""
     training = {"max_steps": steps, "total_steps": steps, "num_epochs": 1000, "batch_size": 1}
     document = tiny_recipe(
-        world / "target",
-        world / name,
+        toy / "target",
+        toy / name,
         training=training | {"save_interval": 1, "max_checkpoints": 2},
-        **({"data": {"hidden_states_path": str(world / "features")}} | sections),
+        **({"data": {"hidden_states_path": str(toy / "features")}} | sections),
     )
-    path = world / f"{name}.yaml"
+    path = toy / f"{name}.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     return path
 
@@ -95,8 +95,10 @@ class User:
             self.kill(process, "training")
 
     def kill(self, process: subprocess.Popen[bytes], phase: str) -> None:
-        """Kill the group and look at what is left; a process that ended by itself must have named a remedy."""
+        """Kill the group and look at what is left; a process that failed by itself must have named a remedy."""
         status = process.poll()
+        if status == 0:
+            return  # too late: the run has ended
         if status is not None:
             self.remedy(status)
             return
@@ -104,7 +106,9 @@ class User:
         self.kills[phase] += 1
         folders = checkpoint_folders(self.run)
         self.kills["while a checkpoint was written"] += any(list(folder.path.glob("*.tmp")) for folder in folders)
-        self.kills["that left an unusable checkpoint"] += any(fault(folder) is not None for folder in folders)
+        self.kills["that left an unusable checkpoint"] += any(
+            checkpoint_problem(folder) is not None for folder in folders
+        )
 
     def remedy(self, status: int) -> None:
         """The one refusal that kills can lead to: the very first checkpoint was never finished."""
@@ -120,12 +124,12 @@ class User:
         assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_killed_twenty_times_and_not_a_bit_lost(world: Path) -> None:
+def test_killed_twenty_times_and_not_a_bit_lost(toy: Path) -> None:
     steps = 300
-    heldout = {"hidden_states_path": str(world / "heldout"), "interval": 7}
-    reference = write_recipe(world, "whole", steps, heldout=heldout)
+    heldout = {"hidden_states_path": str(toy / "heldout"), "interval": 7}
+    reference = write_recipe(toy, "whole", steps, heldout=heldout)
     assert train(reference).returncode == 0
-    user = User(write_recipe(world, "killed", steps, heldout=heldout), random.Random(SEED))
+    user = User(write_recipe(toy, "killed", steps, heldout=heldout), random.Random(SEED))
     for number in range(20):
         if number % 4 == 0:
             user.killed_before(9)
@@ -136,27 +140,27 @@ def test_killed_twenty_times_and_not_a_bit_lost(world: Path) -> None:
     user.finish()
     print(f"seed {SEED}: kills {dict(user.kills)}")
     assert user.kills["start"] + user.kills["training"] >= 20
-    assert_same_run(user.run, world / "whole")
+    assert_same_run(user.run, toy / "whole")
     best = marked(user.run)
     assert best is not None
     kept = sorted({steps - 1, steps, best[0]})
     assert [folder.step for folder in checkpoint_folders(user.run)] == kept, "nothing is left over"
     for layout in ("sglang", "specforge"):
-        ours, theirs = (load_draft(run / "export" / layout).tensors for run in (user.run, world / "whole"))
+        ours, theirs = (load_draft(run / "export" / layout).tensors for run in (user.run, toy / "whole"))
         assert_equal(ours, theirs, layout)
 
 
 @pytest.mark.server
-def test_a_streamed_run_is_killed_with_its_server(world: Path) -> None:
+def test_a_streamed_run_is_killed_with_its_server(toy: Path) -> None:
     """Three kills; the server ends by itself each time, and no record stays."""
     sections = {
-        "data": {"prompts_path": str(world / "samples.jsonl")},
+        "data": {"prompts_path": str(toy / "samples.jsonl")},
         "stream": {"managed": {}},
         "runtime": {"producer_lease": 3, "in_flight_high_watermark": 8, "in_flight_low_watermark": 4},
     }
-    reference = write_recipe(world, "streamed", 40, **sections)
+    reference = write_recipe(toy, "streamed", 40, **sections)
     assert train(reference).returncode == 0
-    user = User(write_recipe(world, "streamed-killed", 40, **sections), random.Random(SEED))
+    user = User(write_recipe(toy, "streamed-killed", 40, **sections), random.Random(SEED))
     for _ in range(3):
         user.killed_after(user.draw.randint(1, 8), 0.3)
         deadline = time.monotonic() + 10
@@ -166,18 +170,18 @@ def test_a_streamed_run_is_killed_with_its_server(world: Path) -> None:
     user.finish()
     print(f"seed {SEED}: kills {dict(user.kills)}")
     assert user.kills["training"] == 3
-    assert_same_run(user.run, world / "streamed")
-    dropped = [json.loads((run / "stream.json").read_text())["dropped"] for run in (user.run, world / "streamed")]
+    assert_same_run(user.run, toy / "streamed")
+    dropped = [json.loads((run / "stream.json").read_text())["dropped"] for run in (user.run, toy / "streamed")]
     assert len(dropped[0]) >= 4 and dropped[0] == dropped[1], "bad records were on the way, and counted once"
     assert not processes_of(user.run) and not list(user.run.rglob("*.ckpt")) and not (user.run / "stream").exists()
 
 
 @pytest.mark.ranks
-def test_one_of_two_ranks_is_killed(world: Path) -> None:
+def test_one_of_two_ranks_is_killed(toy: Path) -> None:
     """torchrun ends the other one and reports a failure; the run continues bit for bit."""
-    reference = write_recipe(world, "ranks", 60)
+    reference = write_recipe(toy, "ranks", 60)
     assert train(reference, ranks=2).returncode == 0
-    recipe = write_recipe(world, "rank-killed", 60)
+    recipe = write_recipe(toy, "rank-killed", 60)
     run = recipe.with_suffix("")
     with started(recipe, recipe.with_suffix(".log"), ranks=2) as torchrun:
         assert wait_until(lambda: logged(run) >= 5, torchrun, 240), recipe.with_suffix(".log").read_text()[-3000:]
@@ -189,4 +193,4 @@ def test_one_of_two_ranks_is_killed(world: Path) -> None:
     assert 5 <= logged(run) < 60
     done = train(recipe, "--resume", ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_run(run, world / "ranks")
+    assert_same_run(run, toy / "ranks")

@@ -17,7 +17,8 @@ from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.state_dict import READY, TABLE
 from specforge_dspine.training import plan as planning
-from specforge_dspine.training.plan import Plan, make_plan, meta_draft
+from specforge_dspine.training.plan import make_plan
+from specforge_dspine.training.plan_parts import FeaturePlan, Plan, StreamPlan, meta_draft
 from specforge_dspine.training.recipe import check_recipe
 from specforge_dspine.training.specforge_internals import build_model_bundle
 from specforge_dspine.utils.errors import RecipeError
@@ -30,7 +31,7 @@ LAYERS = [0, 2, 4]
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two tiny targets, 24 samples, and 10 feature files of them."""
     root = tmp_path_factory.mktemp("plans")
     save_tokenizer(build_qwen3(root / "target"))
@@ -41,31 +42,29 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def resolve(world: Path, *, offline: bool = False, ranks: int = 1, **sections: dict[str, Any]) -> Plan:
+def resolve(toy: Path, *, offline: bool = False, ranks: int = 1, **sections: dict[str, Any]) -> Plan:
     """The plan of a tiny recipe; ``sections`` change what it says; a value of None takes a key out."""
-    data = (
-        {"hidden_states_path": str(world / "features")} if offline else {"prompts_path": str(world / "samples.jsonl")}
-    )
+    data = {"hidden_states_path": str(toy / "features")} if offline else {"prompts_path": str(toy / "samples.jsonl")}
     document = tiny_recipe(
-        world / "target",
-        world / "run",
+        toy / "target",
+        toy / "run",
         data=data,
         stream={"servers": ["http://127.0.0.1:1"]},
         runtime={"in_flight_low_watermark": 64, "in_flight_high_watermark": 128},
     )
     for section, values in sections.items():
-        document[section] = {k: v for k, v in (document[section] | values).items() if v is not None}
+        document[section] = {k: v for k, v in (document.get(section, {}) | values).items() if v is not None}
     return make_plan(check_recipe(document, world_size=ranks), ranks=ranks)
 
 
-def refusal(world: Path, **sections: Any) -> str:
+def refusal(toy: Path, **sections: Any) -> str:
     with pytest.raises(RecipeError) as caught:
-        resolve(world, **sections)
+        resolve(toy, **sections)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "training", "quantum", "steps", "remainder", "not_reached"),
+    ("ranks", "training", "quantum", "steps", "remainder", "beyond"),
     [
         (1, {}, 2, 12, 0, 0),
         (1, {"batch_size": 5}, 5, 4, 4, 0),
@@ -77,17 +76,18 @@ def refusal(world: Path, **sections: Any) -> str:
     ],
 )
 def test_streamed_steps(
-    world: Path, ranks: int, training: dict[str, Any], quantum: int, steps: int, remainder: int, not_reached: int
+    toy: Path, ranks: int, training: dict[str, Any], quantum: int, steps: int, remainder: int, beyond: int
 ) -> None:
     """A step takes ranks × batch × accumulation samples; epochs run on without a break."""
-    plan = resolve(world, ranks=ranks, training={"max_steps": None} | training)
-    assert (plan.quantum, plan.steps, plan.total_steps) == (quantum, steps, steps)
-    assert (plan.remainder, plan.not_reached) == (remainder, not_reached)
-    assert len(plan.samples) == 24 and not plan.files
+    plan = resolve(toy, ranks=ranks, training={"max_steps": None} | training)
+    schedule = plan.schedule
+    assert (schedule.samples_per_step, schedule.steps, schedule.total_steps) == (quantum, steps, steps)
+    assert (schedule.remainder, schedule.beyond_max_steps) == (remainder, beyond)
+    assert isinstance(plan.source, StreamPlan) and len(plan.source.samples) == schedule.samples == 24
 
 
 @pytest.mark.parametrize(
-    ("ranks", "training", "steps", "not_reached"),
+    ("ranks", "training", "steps", "beyond"),
     [
         (1, {}, 5, 0),
         (1, {"batch_size": 5, "num_epochs": 3}, 6, 0),
@@ -96,11 +96,13 @@ def test_streamed_steps(
         (1, {"max_steps": 2}, 2, 6),
     ],
 )
-def test_offline_steps(world: Path, ranks: int, training: dict[str, Any], steps: int, not_reached: int) -> None:
-    plan = resolve(world, offline=True, ranks=ranks, training={"max_steps": None} | training)
-    assert (plan.steps, plan.total_steps, plan.remainder, plan.not_reached) == (steps, steps, 0, not_reached)
-    assert len(plan.files) == 10 and not plan.samples
-    assert f"offline features in {world / 'features'}" in plan.render()
+def test_offline_steps(toy: Path, ranks: int, training: dict[str, Any], steps: int, beyond: int) -> None:
+    plan = resolve(toy, offline=True, ranks=ranks, training={"max_steps": None} | training)
+    schedule = plan.schedule
+    assert (schedule.steps, schedule.total_steps) == (steps, steps)
+    assert (schedule.remainder, schedule.beyond_max_steps) == (0, beyond)
+    assert isinstance(plan.source, FeaturePlan) and len(plan.source.files) == schedule.samples == 10
+    assert f"offline features in {toy / 'features'}" in plan.render()
 
 
 @pytest.mark.parametrize(
@@ -113,22 +115,22 @@ def test_offline_steps(world: Path, ranks: int, training: dict[str, Any], steps:
     ],
 )
 def test_an_offline_plan_that_does_not_divide_is_refused(
-    world: Path, ranks: int, training: dict[str, Any], message: str
+    toy: Path, ranks: int, training: dict[str, Any], message: str
 ) -> None:
     """No sample is dropped or repeated silently."""
     with pytest.raises(RecipeError, match=message):
-        resolve(world, offline=True, ranks=ranks, training={"max_steps": None} | training)
+        resolve(toy, offline=True, ranks=ranks, training={"max_steps": None} | training)
 
 
-def test_schedules_follow_the_horizon(world: Path) -> None:
-    plan = resolve(world, training={"max_steps": 6, "total_steps": 120, "warmup_ratio": 0.04})
-    assert (plan.steps, plan.total_steps, plan.warmup_steps) == (6, 120, 4)
+def test_schedules_follow_the_horizon(toy: Path) -> None:
+    plan = resolve(toy, training={"max_steps": 6, "total_steps": 120, "warmup_ratio": 0.04})
+    assert (plan.schedule.steps, plan.schedule.total_steps, plan.schedule.warmup_steps) == (6, 120, 4)
     text = plan.render()
     assert "6 steps of 120; lr 0.001, warm-up 4 steps, then cosine" in text
-    assert "p = 0.5 until step 20, 0 from step 40, in layers 1–1" in text
+    assert "p = 0.5 until step 20, 0 from step 40, in layer 1 of 2" in text
     assert "β = 0.5 after 4 steps" in text
     assert plan.draft_config.dspine_config["alignment_warmup_steps"] == 4
-    given = resolve(world, dspine={"alignment_warmup_steps": 146})
+    given = resolve(toy, dspine={"alignment_warmup_steps": 146})
     assert "β = 0.5 after 146 steps" in given.render()
     assert given.draft_config.dspine_config["alignment_warmup_steps"] == 146
 
@@ -157,14 +159,46 @@ def test_schedules_follow_the_horizon(world: Path) -> None:
         ({"training": {"attention_backend": "fa"}}, "attention_backend='fa'; supported: ['eager', 'flex_attention'"),
     ],
 )
-def test_what_cannot_run_is_refused_with_what_would(world: Path, sections: dict[str, Any], message: str) -> None:
-    assert message in refusal(world, **sections)
+def test_what_cannot_run_is_refused_with_what_would(toy: Path, sections: dict[str, Any], message: str) -> None:
+    assert message in refusal(toy, **sections)
 
 
-def test_two_ranks_need_twice_the_samples_in_flight(world: Path) -> None:
+@pytest.mark.parametrize("key", ["target_model_path", "draft_checkpoint_path", "draft_model_config"])
+@pytest.mark.parametrize("path", ["models/none", "./none", "models/deep/none", "nowhere/deep/none"])
+def test_a_missing_model_folder_is_named_in_full(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, path: str
+) -> None:
+    """No such name can be on the hub: it is not asked, and the message says where a relative path starts."""
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    message = refusal(toy, model={key: path})
+    assert message.startswith(f"model.{key}={path!r}: no such folder (looked in {tmp_path / path}: relative paths")
+    assert "start at the current folder); give one that holds a model, or a model's name on the hub" in message
+
+
+@pytest.mark.parametrize("path", ["none", "nobody/none"])
+def test_a_name_that_the_hub_does_not_know_may_have_meant_a_folder(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refusal(toy, model={"target_model_path": path})
+    assert f"model.target_model_path={path!r} (looked in {tmp_path / path}: relative paths start at" in message
+
+
+def test_missing_data_is_named_in_full(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = f"(looked in {tmp_path / 'none'}: relative paths start at the current folder)"
+    assert f"data.prompts_path='none': no such file {where}" in refusal(toy, data={"prompts_path": "none"})
+    for section in ("data", "heldout"):
+        values = {"hidden_states_path": "none"} | ({"interval": 1} if section == "heldout" else {})
+        expected = f"{section}.hidden_states_path='none' holds no .ckpt files {where}"
+        assert expected in refusal(toy, **{section: values})
+
+
+def test_two_ranks_need_twice_the_samples_in_flight(toy: Path) -> None:
     runtime = {"in_flight_low_watermark": 4}
-    assert resolve(world, runtime=runtime).quantum == 2
-    assert "is below one optimizer step of 6 samples" in refusal(world, ranks=3, runtime=runtime)
+    assert resolve(toy, runtime=runtime).schedule.samples_per_step == 2
+    assert "is below one optimizer step of 6 samples" in refusal(toy, ranks=3, runtime=runtime)
 
 
 @pytest.mark.parametrize(
@@ -175,15 +209,15 @@ def test_two_ranks_need_twice_the_samples_in_flight(world: Path) -> None:
     ],
 )
 def test_defaults_of_specforge_that_no_cpu_has_are_refused(
-    world: Path, training: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+    toy: Path, training: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert message in refusal(world, training=training)
+    assert message in refusal(toy, training=training)
     monkeypatch.setattr(planning, "get_device_type", lambda: "cuda")
-    assert resolve(world, training=training).steps == 4  # nothing else is in the way
+    assert resolve(toy, training=training).schedule.steps == 4  # nothing else is in the way
 
 
-def test_the_draft_takes_its_shape_from_target_and_recipe(world: Path) -> None:
-    config = resolve(world, model={"target_model_path": str(world / "llama")}).draft_config
+def test_the_draft_takes_its_shape_from_target_and_recipe(toy: Path) -> None:
+    config = resolve(toy, model={"target_model_path": str(toy / "llama")}).draft_config
     assert config.architectures == ["DSpineDraftModel"] and config.model_type == "qwen3"
     assert (config.hidden_size, config.head_dim) == (64, 16)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
@@ -196,17 +230,17 @@ def test_the_draft_takes_its_shape_from_target_and_recipe(world: Path) -> None:
     assert config.dspine_config["excluded_ids"] == [250] and config.dspine_config["valid_vocab_size"] == 250
 
 
-def test_ids_that_the_recipe_excludes_join_the_mask(world: Path) -> None:
-    config = resolve(world, dspine={"excluded_ids": [9, 7], "valid_vocab_size": 249}).draft_config
+def test_ids_that_the_recipe_excludes_join_the_mask(toy: Path) -> None:
+    config = resolve(toy, dspine={"excluded_ids": [9, 7], "valid_vocab_size": 249}).draft_config
     assert config.dspine_config["excluded_ids"] == [7, 9, 250]
     assert config.dspine_config["valid_vocab_size"] == 249
 
 
 @pytest.fixture(scope="module")
-def manifest(world: Path) -> dict[str, Any]:
+def manifest(toy: Path) -> dict[str, Any]:
     """What ``specforge_dspine.capture`` would have written beside the features."""
-    target = dataclasses.asdict(resolve(world, offline=True).target)
-    return {"complete": True, "inputs": target | {"model_fingerprint": model_fingerprint(world / "target")}}
+    target = dataclasses.asdict(resolve(toy, offline=True).target)
+    return {"complete": True, "inputs": target | {"model_fingerprint": model_fingerprint(toy / "target")}}
 
 
 @pytest.mark.parametrize(
@@ -221,48 +255,48 @@ def manifest(world: Path) -> dict[str, Any]:
     ],
 )
 def test_features_of_another_target_are_refused(
-    world: Path, manifest: dict[str, Any], change: dict[str, Any], message: str | None
+    toy: Path, manifest: dict[str, Any], change: dict[str, Any], message: str | None
 ) -> None:
-    path = world / "features" / "manifest.json"
+    path = toy / "features" / "manifest.json"
     path.write_text(json.dumps(manifest | {"inputs": manifest["inputs"] | change}))
     try:
         if message is None:
-            assert resolve(world, offline=True).steps == 4
+            assert resolve(toy, offline=True).schedule.steps == 4
         else:
-            assert message in refusal(world, offline=True)
+            assert message in refusal(toy, offline=True)
     finally:
         path.unlink()
 
 
-def test_an_unfinished_capture_is_refused(world: Path, manifest: dict[str, Any]) -> None:
-    path = world / "features" / "manifest.json"
+def test_an_unfinished_capture_is_refused(toy: Path, manifest: dict[str, Any]) -> None:
+    path = toy / "features" / "manifest.json"
     path.write_text(json.dumps(manifest | {"complete": False}))
     try:
-        assert "the capture was not finished; run the same command again" in refusal(world, offline=True)
+        assert "the capture was not finished; run the same command again" in refusal(toy, offline=True)
     finally:
         path.unlink()
 
 
 @pytest.fixture(scope="module")
-def checkpoint(world: Path) -> Path:
+def checkpoint(toy: Path) -> Path:
     """An exported draft for the tiny target, to start from; its training settings are not the recipe's."""
-    plan = resolve(world, dspine={"ce_weight": 0.7})
+    plan = resolve(toy, dspine={"ce_weight": 0.7})
     draft = DSpineDraftModel(plan.draft_config)
     tensors = dict(draft.state_dict()) | {READY: torch.tensor(True)}
     tensors[TABLE] = torch.nn.functional.normalize(torch.randn(256, 16))
-    write_checkpoint(tensors, plan.draft_config, "specforge", world / "start", torch.float32)
-    return world / "start"
+    write_checkpoint(tensors, plan.draft_config, "specforge", toy / "start", torch.float32)
+    return toy / "start"
 
 
-def test_a_warm_start_keeps_the_drafts_shape_and_takes_the_recipes_settings(world: Path, checkpoint: Path) -> None:
-    plan = resolve(world, model={"draft_checkpoint_path": str(checkpoint)})
+def test_a_warm_start_keeps_the_drafts_shape_and_takes_the_recipes_settings(toy: Path, checkpoint: Path) -> None:
+    plan = resolve(toy, model={"draft_checkpoint_path": str(checkpoint)})
     assert plan.draft_config.dspine_config["ce_weight"] == 0.1
     assert plan.draft_config.dspine_config["excluded_ids"] == [250]
 
 
-def test_a_warm_start_loads_the_drafts_weights_and_its_own_table(world: Path, checkpoint: Path) -> None:
-    plan = resolve(world, model={"draft_checkpoint_path": str(checkpoint)})
-    draft = build_model_bundle(plan.recipe.host, algorithm=plan.algorithm).draft_model
+def test_a_warm_start_loads_the_drafts_weights_and_its_own_table(toy: Path, checkpoint: Path) -> None:
+    plan = resolve(toy, model={"draft_checkpoint_path": str(checkpoint)})
+    draft = build_model_bundle(plan.specforge_config, algorithm=plan.algorithm).draft_model
     saved = load_draft(checkpoint).tensors
     assert all(torch.equal(value, saved[name]) for name, value in draft.state_dict().items())
     assert draft.settings.ce_weight == 0.1
@@ -283,16 +317,16 @@ def test_a_warm_start_loads_the_drafts_weights_and_its_own_table(world: Path, ch
     ],
 )
 def test_a_warm_start_that_contradicts_the_recipe_is_refused(
-    world: Path, checkpoint: Path, sections: dict[str, Any], message: str
+    toy: Path, checkpoint: Path, sections: dict[str, Any], message: str
 ) -> None:
     sections.setdefault("model", {})["draft_checkpoint_path"] = str(checkpoint)
-    assert message in refusal(world, **sections)
+    assert message in refusal(toy, **sections)
 
 
-def test_a_warm_start_of_another_target_is_refused(world: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_warm_start_of_another_target_is_refused(toy: Path, checkpoint: Path, tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
-    message = refusal(world, model={"draft_checkpoint_path": str(tmp_path)})
+    message = refusal(toy, model={"draft_checkpoint_path": str(tmp_path)})
     assert "the draft to start from has hidden_size=32, the target 64" in message
 
 

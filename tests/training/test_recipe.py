@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
+from specforge_dspine import train
 from specforge_dspine.train import main
 from specforge_dspine.training.recipe import NOT_READ, check_recipe, load_recipe
-from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.utils.errors import RecipeError, RunError
 from tests.support import ROOT
 from tests.support.small import save_tokenizer, tiny_recipe, write_samples
 from tests.support.targets import build_qwen3
 
+SECTIONS = [section for section in NOT_READ if section]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
@@ -35,7 +37,7 @@ def refusal(document: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with tiny targets and sample files, good and bad; ``recipe.yaml`` streams from a managed server."""
     root = tmp_path_factory.mktemp("recipes")
     save_tokenizer(build_qwen3(root / "target"))
@@ -57,20 +59,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def plan(world: Path, *overrides: str) -> int:
-    return main(["--recipe", str(world / "recipe.yaml"), "--plan", *overrides])
+def plan(toy: Path, *overrides: str) -> int:
+    return main(["--recipe", str(toy / "recipe.yaml"), "--plan", *overrides])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_shipped_recipes_are_valid(path: Path) -> None:
     recipe = load_recipe(path)
-    assert (recipe.stream is None) == bool(recipe.host.data.hidden_states_path)
-    assert recipe.host.training.strategy == "dspine"
+    assert (recipe.stream is None) == bool(recipe.specforge_config.data.hidden_states_path)
+    assert recipe.specforge_config.training.strategy == "dspine"
 
 
 def test_the_gpu_recipe_is_the_papers_run() -> None:
     recipe = load_recipe(RECIPES[0].parent / "qwen3_8b.yaml", world_size=7)
-    training, runtime = recipe.host.training, recipe.host.runtime
+    training, runtime = recipe.specforge_config.training, recipe.specforge_config.runtime
     assert 7 * training.batch_size * training.accumulation_steps == 112 <= runtime.in_flight_low_watermark
     assert recipe.dspine.target_layer_ids == (1, 9, 17, 25, 33) and recipe.dspine.block_size == 16
     assert recipe.stream is not None and recipe.stream.managed is not None
@@ -80,7 +82,7 @@ def test_the_gpu_recipe_is_the_papers_run() -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        (streamed() | {"trainig": {}}, "trainig: unknown key; did you mean 'training'?"),
+        (streamed() | {"train": {}}, "train: unknown key; did you mean 'training'?"),
         (streamed(model={"target_modle_path": "x"}), "model.target_modle_path: .* 'target_model_path'"),
         (streamed(data={"prompt_path": "x"}), "data.prompt_path: unknown key; did you mean 'prompts_path'"),
         (streamed(training={"num_anchor": 3}), "training.num_anchor: unknown key; did you mean 'num_anchors'"),
@@ -103,16 +105,18 @@ def test_a_key_that_is_not_read_is_no_suggestion() -> None:
     assert "'dspark_ce_loss_alpha'" not in refusal(streamed(training={"dspark_ce_loss_alfa": 1.0}))
 
 
-@pytest.mark.parametrize(("section", "key"), [(section, key) for section in NOT_READ for key in NOT_READ[section]])
+@pytest.mark.parametrize(("section", "key"), [(section, key) for section in SECTIONS for key in NOT_READ[section]])
 def test_keys_of_other_algorithms_are_refused_with_what_to_use(section: str, key: str) -> None:
     message = refusal(streamed(**{section: {key: 1}}))
     instead = NOT_READ[section][key]
     assert message == f"{section}.{key}: DSpine does not read it; " + (f"use {instead}" if instead else "remove it")
 
 
-@pytest.mark.parametrize("section", ["deployment", "profiling"])
+@pytest.mark.parametrize("section", NOT_READ[""])
 def test_sections_that_mean_nothing_here_are_refused(section: str) -> None:
-    assert refusal(streamed() | {section: {}}).startswith(f"{section}: not read here")
+    instead = NOT_READ[""][section]
+    expected = f"{section}: DSpine does not read it; " + (f"use {instead}" if instead else "remove it")
+    assert refusal(streamed() | {section: {}}) == expected
 
 
 def test_missing_sections_are_named() -> None:
@@ -132,9 +136,9 @@ def test_a_stream_has_servers_or_a_managed_one(stream: dict[str, Any]) -> None:
 
 def test_a_feature_folder_takes_the_place_of_the_stream() -> None:
     recipe = check_recipe(streamed(data={"hidden_states_path": "features", "prompts_path": "samples.jsonl"}))
-    assert recipe.stream is None and recipe.host.mode == "offline"
-    assert recipe.host.data.prompts_path == ""
-    assert check_recipe(streamed()).host.mode == "online"
+    assert recipe.stream is None and recipe.specforge_config.mode == "offline"
+    assert recipe.specforge_config.data.prompts_path == ""
+    assert check_recipe(streamed()).specforge_config.mode == "online"
 
 
 @pytest.mark.parametrize(
@@ -196,9 +200,9 @@ def test_required_keys_are_named_without_the_section_around_them() -> None:
     assert refusal(document) == "dspine.transfer_rank: required, and not given"
 
 
-def test_overrides_set_typed_values_and_make_sections(world: Path) -> None:
+def test_overrides_set_typed_values_and_make_sections(toy: Path) -> None:
     recipe = load_recipe(
-        world / "recipe.yaml",
+        toy / "recipe.yaml",
         [
             "dspine.top_k=5",
             "dspine.target_layer_ids=[1, 3]",
@@ -210,10 +214,13 @@ def test_overrides_set_typed_values_and_make_sections(world: Path) -> None:
         ],
     )
     assert recipe.dspine.top_k == 5 and recipe.dspine.target_layer_ids == (1, 3)
-    assert recipe.host.training.learning_rate == 5e-4 and recipe.host.tracking.report_to == "tensorboard"
+    assert (
+        recipe.specforge_config.training.learning_rate == 5e-4
+        and recipe.specforge_config.tracking.report_to == "tensorboard"
+    )
     assert recipe.stream is not None and recipe.stream.managed is not None
     assert recipe.stream.managed.extra_args == ("--mem-fraction-static", "0.5")
-    assert recipe.host.run_id == "other" and recipe.host.model.mask_token_id is None
+    assert recipe.run_id == "other" and recipe.mask_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -226,13 +233,13 @@ def test_overrides_set_typed_values_and_make_sections(world: Path) -> None:
         ("dspine.top_k.deep=5", "top_k is a value, not a section"),
         ("dspine.topk=5", "dspine.topk: unknown key; did you mean 'top_k'?"),
         ("dspin.top_k=5", "dspin: unknown key; did you mean 'dspine'?"),
-        ("deployment.mode=local", "deployment: not read here"),
+        ("deployment.mode=local", "deployment: DSpine does not read it; use torchrun"),
         ("model=5", "model: a section is expected, found 5"),
     ],
 )
-def test_bad_overrides_are_refused(world: Path, override: str, message: str) -> None:
+def test_bad_overrides_are_refused(toy: Path, override: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        load_recipe(world / "recipe.yaml", [override])
+        load_recipe(toy / "recipe.yaml", [override])
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -268,22 +275,25 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path: Path) -> None:
     """The DFlash baseline is the DSpine recipe but for the method, the name and the folder."""
     for size in ("smollm2_cpu", "qwen3_8b"):
         ours, baseline = (load_recipe(RECIPES[0].parent / f"{size}{suffix}.yaml") for suffix in ("", "_dflash"))
-        assert (baseline.host.training, baseline.host.data) == (ours.host.training, ours.host.data)
+        assert (baseline.specforge_config.training, baseline.specforge_config.data) == (
+            ours.specforge_config.training,
+            ours.specforge_config.data,
+        )
         differing = {k for k, v in baseline.dspine.model_dump().items() if v != getattr(ours.dspine, k)}
         assert differing == {"causal", "injection", "refinement", "curriculum", "alignment", "ce_weight"}
-        assert baseline.host.output_dir != ours.host.output_dir
+        assert baseline.run_dir != ours.run_dir
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(RecipeError, match=r"base='b.yaml' of .*a.yaml has a base itself, 'a.yaml'"):
         load_recipe(tmp_path / "a.yaml")
 
 
-def test_a_plan_prints_the_run_and_starts_nothing(world: Path) -> None:
+def test_a_plan_prints_the_run_and_starts_nothing(toy: Path) -> None:
     """In a process of its own: no server, no folder, status 0."""
-    before = sorted(world.rglob("*"))
+    before = sorted(toy.rglob("*"))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "specforge_dspine.train", "--recipe", str(world / "recipe.yaml")),
+            *(sys.executable, "-m", "specforge_dspine.train", "--recipe", str(toy / "recipe.yaml")),
             *("training.num_epochs=2", "--plan", "training.max_steps=10"),
         ],
         capture_output=True,
@@ -293,13 +303,13 @@ def test_a_plan_prints_the_run_and_starts_nothing(world: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert lines["target"] == f"{world / 'target'}: 6 layers, H=64, V=256, float32"
+    assert lines["target"] == f"{toy / 'target'}: 6 layers, H=64, V=256, float32"
     assert lines["schedule"].startswith("10 steps of 10; lr 0.001, warm-up 2 steps, then cosine")
     assert lines["data"] == "24 samples × 2 epochs; 0 fill no whole step, 28 lie beyond max_steps"
-    assert lines["curriculum"] == "p = 0.5 until step 1, 0 from step 3, in layers 1–1"
+    assert lines["curriculum"] == "p = 0.5 until step 1, 0 from step 3, in layer 1 of 2"
     assert "of which injection 3,464" in lines["parameters"]  # 2·16·64 + 2·64·8 + 3·8·16 + 8
     assert "a server of this run (devices cpu, tp 1)" in lines["features"]
-    assert sorted(world.rglob("*")) == before
+    assert sorted(toy.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -310,7 +320,7 @@ def test_a_plan_prints_the_run_and_starts_nothing(world: Path) -> None:
         ("model.mask_token_id=2", "model.mask_token_id = 2 is the tokenizer's eos token '<eos>'"),
         ("model.mask_token_id=256", "model.mask_token_id = 256: the embedding has rows 0 to 255"),
         ("model.mask_token_id=50", "rows 250 to 255 are unused"),
-        ("model.target_model_path={world}/full", "set model.mask_token_id to a reserved id"),
+        ("model.target_model_path={toy}/full", "set model.mask_token_id to a reserved id"),
         # layer ids that are missing, repeated, last or out of range (sglang#37475, NeMo#3083)
         ("dspine.target_layer_ids=[1, 1, 2]", "must increase without duplicates"),
         ("dspine.target_layer_ids=[3, 1]", "must increase without duplicates"),
@@ -324,28 +334,28 @@ def test_a_plan_prints_the_run_and_starts_nothing(world: Path) -> None:
         ("dspine.excluded_ids=[-1, 256]", "excluded_ids=[-1, 256]: the target's head has rows 0 to 255"),
         ("dspine.valid_vocab_size=300", "valid_vocab_size=300 exceeds the 256 rows"),
         # paths
-        ("model.target_model_path={world}/none", "/none': no such folder"),
-        ("model.target_model_path={world}", "Unrecognized model"),
-        ("model.target_model_path={world}/mute", "/mute' holds no tokenizer"),
-        ("model.draft_checkpoint_path={world}/none", "model.draft_checkpoint_path='"),
-        ("data.prompts_path={world}/none.jsonl", "no such file; data_prep.tokenize writes one"),
-        ("data.prompts_path={world}/conversations.jsonl", "holds no token ids: DSpine learns from"),
-        ("data.prompts_path={world}/torn.jsonl", "invalid JSON"),
-        ("data.prompts_path={world}/unequal.jsonl", "unequal.jsonl:1 has mismatched input_ids/loss_mask lengths"),
-        ("data.prompts_path={world}/unsupervised.jsonl", "no sample has two consecutive supervised tokens"),
-        ("data.hidden_states_path={world}/full", "holds no .ckpt files"),
+        ("model.target_model_path={toy}/none", "/none': no such folder"),
+        ("model.target_model_path={toy}", "Unrecognized model"),
+        ("model.target_model_path={toy}/mute", "/mute' holds no tokenizer"),
+        ("model.draft_checkpoint_path={toy}/none", "model.draft_checkpoint_path='"),
+        ("data.prompts_path={toy}/none.jsonl", "no such file; data_prep.tokenize writes one"),
+        ("data.prompts_path={toy}/conversations.jsonl", "holds no token ids: DSpine learns from"),
+        ("data.prompts_path={toy}/torn.jsonl", "invalid JSON"),
+        ("data.prompts_path={toy}/unequal.jsonl", "unequal.jsonl:1 has mismatched input_ids/loss_mask lengths"),
+        ("data.prompts_path={toy}/unsupervised.jsonl", "no sample has two consecutive supervised tokens"),
+        ("data.hidden_states_path={toy}/full", "holds no .ckpt files"),
     ],
 )
 def test_the_command_line_says_what_is_wrong_in_one_line(
-    world: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
+    toy: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sorted(world.rglob("*"))
-    assert plan(world, override.format(world=world)) == 2
+    before = sorted(toy.rglob("*"))
+    assert plan(toy, override.format(toy=toy)) == 2
     output = capsys.readouterr()
     (line,) = [line for line in output.err.splitlines() if line.startswith("error: ")]
     assert message in line and "Traceback" not in output.err
     assert output.err.endswith(line + "\n") and not output.out
-    assert sorted(world.rglob("*")) == before
+    assert sorted(toy.rglob("*")) == before
 
 
 def test_a_missing_recipe_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,8 +363,31 @@ def test_a_missing_recipe_is_one_line_too(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.startswith(f"error: recipe {tmp_path / 'none.yaml'}: No such file")
 
 
-def test_a_run_of_a_bad_recipe_makes_no_folder(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--recipe", str(world / "recipe.yaml"), "dspine.target_layer_ids=[1, 5]"]
+def test_a_run_of_a_bad_recipe_makes_no_folder(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--recipe", str(toy / "recipe.yaml"), "dspine.target_layer_ids=[1, 5]"]
     assert main(arguments) == 2
     assert "5 is the last layer" in capsys.readouterr().err
-    assert not (world / "run").exists()
+    assert not (toy / "run").exists()
+
+
+def test_under_torchrun_rank_0_alone_prints_the_plan(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert plan(toy) == 0
+        output = capsys.readouterr().out
+        assert ("2 rank(s) on cpu" in output) == bool(output) == printed
+
+
+@pytest.mark.parametrize("error", [RunError("disk full"), FloatingPointError("loss is nan")])
+def test_a_failed_run_ends_with_1_and_the_next_step(
+    toy: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "make_plan", fail)
+    assert main(["--recipe", str(toy / "recipe.yaml")]) == 1
+    assert capsys.readouterr().err == f"error: {error}\nFix the error above, then rerun with --resume.\n"

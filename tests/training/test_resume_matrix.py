@@ -20,7 +20,7 @@ import yaml
 
 from specforge_dspine.streaming.server import ManagedServer
 from specforge_dspine.train import main
-from tests.support.runs import assert_same_run, last_state, marked, metrics, train, write_world
+from tests.support.runs import assert_same_run, last_state, marked, metrics, train, write_toy_data
 from tests.support.small import tiny_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.ranks]
@@ -29,7 +29,7 @@ TAPS, STEPS = [0, 2, 4], 9
 
 
 @dataclass(frozen=True)
-class World:
+class Toy:
     """A folder with features, samples and their target, and a server of it."""
 
     root: Path
@@ -54,10 +54,10 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    root = write_world(tmp_path_factory.mktemp("matrix"), TAPS)
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    root = write_toy_data(tmp_path_factory.mktemp("matrix"), TAPS)
     with ManagedServer(str(root / "target"), root / "server", TAPS, dtype="float32") as server:
-        yield World(root, server)
+        yield Toy(root, server)
 
 
 def launch(recipe: Path, ranks: int, *arguments: str) -> None:
@@ -70,11 +70,11 @@ def launch(recipe: Path, ranks: int, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="module", params=["offline-1", "offline-2", "streamed-1", "streamed-2"])
-def whole(world: World, request: pytest.FixtureRequest) -> tuple[str, int, Path]:
+def whole(toy: Toy, request: pytest.FixtureRequest) -> tuple[str, int, Path]:
     """Feed, ranks, and the run that nothing interrupted."""
     feed, ranks = request.param.split("-")
-    run = world.root / request.param
-    launch(world.recipe(feed, run), int(ranks))
+    run = toy.root / request.param
+    launch(toy.recipe(feed, run), int(ranks))
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, STEPS + 1))
     assert [line["step"] for line in metrics(run) if "eval/loss" in line] == list(range(2, STEPS + 1, 2))
     assert marked(run) is not None
@@ -82,10 +82,10 @@ def whole(world: World, request: pytest.FixtureRequest) -> tuple[str, int, Path]
 
 
 @pytest.mark.parametrize("stop", [4, 6], ids=["inside", "last_batch"])
-def test_a_stopped_run_continues_bit_for_bit(world: World, whole: tuple[str, int, Path], stop: int) -> None:
+def test_a_stopped_run_continues_bit_for_bit(toy: Toy, whole: tuple[str, int, Path], stop: int) -> None:
     feed, ranks, reference = whole
     run = reference.with_name(f"{reference.name}-{stop}")
-    recipe = world.recipe(feed, run)
+    recipe = toy.recipe(feed, run)
     launch(recipe, ranks, f"training.max_steps={stop}")
     state = last_state(run)
     epoch = 12 // (2 * ranks)
@@ -100,12 +100,12 @@ def test_a_stopped_run_continues_bit_for_bit(world: World, whole: tuple[str, int
         assert not list(run.rglob("*.ckpt"))
 
 
-def test_other_prompts_are_refused_before_a_server_is_asked(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    run = world.root / "prompts"
-    recipe = world.recipe("streamed", run)
+def test_other_prompts_are_refused_before_a_server_is_asked(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    run = toy.root / "prompts"
+    recipe = toy.recipe("streamed", run)
     launch(recipe, 1, "training.max_steps=2")
-    other = world.root / "other.jsonl"
-    text = (world.root / "samples.jsonl").read_text()
+    other = toy.root / "other.jsonl"
+    text = (toy.root / "samples.jsonl").read_text()
     other.write_text(text.replace(" 5,", " 6,", 1))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     arguments = ["--recipe", str(recipe), "--resume", f"data.prompts_path={other}"]

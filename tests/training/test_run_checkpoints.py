@@ -16,7 +16,8 @@ from specforge_dspine.export import main as export
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.train import main
 from specforge_dspine.training.run_checkpoints import checkpoint_folders as folders
-from specforge_dspine.training.run_checkpoints import fault, newest_complete, read_state
+from specforge_dspine.training.run_checkpoints import checkpoint_problem, newest_complete, read_state
+from specforge_dspine.utils.cli import setup_logging
 from specforge_dspine.utils.errors import RecipeError
 from tests.support.features import write_features
 from tests.support.runs import assert_equal, assert_same_run
@@ -27,7 +28,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with features, a recipe, and a finished run of 6 steps with a checkpoint of every second one."""
     root = tmp_path_factory.mktemp("checkpoints")
     save_tokenizer(build_qwen3(root / "target"))
@@ -44,9 +45,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(world: Path, tmp_path: Path) -> Path:
+def run(toy: Path, tmp_path: Path) -> Path:
     """A copy of the run that a test may damage."""
-    return shutil.copytree(world / "run", tmp_path / "run", symlinks=True)
+    return shutil.copytree(toy / "run", tmp_path / "run", symlinks=True)
 
 
 def flip(path: Path, position: float, bit: int = 3) -> None:
@@ -123,20 +124,22 @@ def test_the_newest_complete_one_is_taken_whatever_the_link_says(run: Path) -> N
 def test_a_damaged_checkpoint_is_named_and_passed_over(
     run: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    setup_logging()  # to this test's stderr
     damage, message = DAMAGES[name]
     damage(run / "tiny-step6")
     assert newest_complete(run, "tiny") == run / "tiny-step4"
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert re.search(f"checkpoint tiny-step6 cannot be used: {message}.*; tiny-step4 is used instead", said)
 
 
 def test_every_damaged_one_is_named_and_none_complete_is_an_error(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    setup_logging()  # to this test's stderr
     cut(run / "tiny-step6" / "training_state.pt", 0.3)
     (run / "tiny-step4" / "training_state_rank0.pt").unlink()
     assert newest_complete(run, "tiny") == run / "tiny-step2"
-    assert re.findall(r"checkpoint (\S+) cannot", capsys.readouterr().out) == ["tiny-step6", "tiny-step4"]
+    assert re.findall(r"checkpoint (\S+) cannot", capsys.readouterr().err) == ["tiny-step6", "tiny-step4"]
     flip(run / "tiny-step2" / "training_state.pt", 0.4)
     with pytest.raises(RecipeError, match=r"holds no complete checkpoint \(tiny-step6: .*tiny-step2: ") as caught:
         newest_complete(run, "tiny")
@@ -157,7 +160,7 @@ def test_any_flipped_bit_is_noticed_or_harmless(run: Path) -> None:
         whole, reference = file.read_bytes(), torch.load(file, weights_only=False)
         for _ in range(150):
             flip(file, draw.random() if draw.random() < 0.5 else 1 - 0.02 * draw.random(), draw.randrange(8))
-            if fault(folder):
+            if checkpoint_problem(folder):
                 noticed += 1
             else:
                 assert_equal(torch.load(file, weights_only=False), reference, file.name)
@@ -167,27 +170,27 @@ def test_any_flipped_bit_is_noticed_or_harmless(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bit flipped", "rank state gone"])
 def test_resume_goes_on_from_the_one_before(
-    world: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    toy: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stopped after step 5, whose checkpoint is damaged: from step 4, bit for bit as if nothing had happened."""
-    recipe, run = str(world / "recipe.yaml"), tmp_path / "run"
+    recipe, run = str(toy / "recipe.yaml"), tmp_path / "run"
     assert main(["--recipe", recipe, f"output_dir={run}", "training.max_steps=5"]) == 0
     damage, message = DAMAGES[name]
     damage(run / "tiny-step5")
     assert main(["--recipe", recipe, f"output_dir={run}", "--resume"]) == 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert re.search(f"checkpoint tiny-step5 cannot be used: {message}.*; tiny-step4 is used instead", said)
-    assert_same_run(run, world / "run")
+    assert_same_run(run, toy / "run")
     assert [folder.step for folder in folders(run)] == [2, 4, 6], "what was damaged is gone"
 
 
 def test_resume_without_a_complete_checkpoint_touches_nothing(
-    world: Path, run: Path, capsys: pytest.CaptureFixture[str]
+    toy: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder in folders(run):
         (folder.path / "training_state.pt").unlink()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    arguments = ["--recipe", str(world / "recipe.yaml"), f"output_dir={run}"]
+    arguments = ["--recipe", str(toy / "recipe.yaml"), f"output_dir={run}"]
     assert main([*arguments, "--resume"]) == 2
     assert "holds no complete checkpoint" in capsys.readouterr().err
     assert main(arguments) == 2, "nor is it taken for an empty directory"
@@ -196,12 +199,12 @@ def test_resume_without_a_complete_checkpoint_touches_nothing(
     for folder in folders(run):
         shutil.rmtree(folder.path)
     assert main([*arguments, "--resume"]) == 0, "as the message says"
-    assert_same_run(run, world / "run")
+    assert_same_run(run, toy / "run")
 
 
 def test_export_takes_the_newest_complete_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(run / "tiny-step6" / "training_state.pt", 0.5)
     assert export(["--run", str(run), "--to", "specforge", "--out", str(tmp_path / "out")]) == 0
-    assert "tiny-step4 is used instead" in capsys.readouterr().out
+    assert "tiny-step4 is used instead" in capsys.readouterr().err
     weights = load_draft(tmp_path / "out").tensors
     assert_equal(weights, dict(read_state(run / "tiny-step4")["draft_state_dict"]), "weights")

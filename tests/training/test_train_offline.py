@@ -27,7 +27,7 @@ LAYERS = [0, 2, 4]
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny target, its tokenizer and 16 feature files."""
     root = tmp_path_factory.mktemp("offline")
     build_qwen3(root / "target")
@@ -37,11 +37,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def write_recipe(world: Path, run: Path, **training: object) -> Path:
+def write_recipe(toy: Path, run: Path, **training: object) -> Path:
     document = tiny_recipe(
-        world / "target",
+        toy / "target",
         run,
-        data={"hidden_states_path": str(world / "features")},
+        data={"hidden_states_path": str(toy / "features")},
         training={"max_steps": 4, "total_steps": 4, "save_interval": 2} | training,
         tracking={"report_to": "tensorboard"},
     )
@@ -68,9 +68,9 @@ def torchrun(ranks: int, recipe: Path, *arguments: str) -> subprocess.CompletedP
 
 
 @pytest.fixture(scope="module")
-def finished(world: Path) -> Path:
-    run = world / "run"
-    assert main(["--recipe", str(write_recipe(world, run))]) == 0
+def finished(toy: Path) -> Path:
+    run = toy / "run"
+    assert main(["--recipe", str(write_recipe(toy, run))]) == 0
     return run
 
 
@@ -106,34 +106,34 @@ def test_exported_weights_are_the_checkpoints(finished: Path) -> None:
     assert all(value > 0 for value in written), "training has moved the injection from its identity"
 
 
-def test_a_run_leaves_the_environment_as_it_was(world: Path) -> None:
+def test_a_run_leaves_the_environment_as_it_was(toy: Path) -> None:
     """Else the next process that starts from here would wait for, or listen at, this run's port."""
     before = dict(os.environ)
-    assert main(["--recipe", str(write_recipe(world, world / "clean"))]) == 0
+    assert main(["--recipe", str(write_recipe(toy, toy / "clean"))]) == 0
     assert dict(os.environ) == before and "MASTER_PORT" not in before
 
 
-def test_a_used_directory_is_refused(world: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_used_directory_is_refused(toy: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished / "metrics.jsonl").read_bytes()
-    assert main(["--recipe", str(world / "run.yaml")]) == 2
+    assert main(["--recipe", str(toy / "run.yaml")]) == 2
     assert "already holds a run; continue it with --resume" in capsys.readouterr().err
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_directory_in_use_is_refused(world: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_in_use_is_refused(toy: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with exclusive(finished):
-        assert main(["--recipe", str(world / "run.yaml"), "--resume"]) == 2
+        assert main(["--recipe", str(toy / "run.yaml"), "--resume"]) == 2
     assert "another process is running there" in capsys.readouterr().err
 
 
-def test_resume_needs_a_run(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--recipe", str(write_recipe(world, world / "none")), "--resume"]) == 2
+def test_resume_needs_a_run(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--recipe", str(write_recipe(toy, toy / "none")), "--resume"]) == 2
     assert "holds no run to resume" in capsys.readouterr().err
 
 
-def test_resume_repeats_the_uninterrupted_run_bit_for_bit(world: Path, finished: Path) -> None:
-    run = world / "halves"
-    recipe = write_recipe(world, run)
+def test_resume_repeats_the_uninterrupted_run_bit_for_bit(toy: Path, finished: Path) -> None:
+    run = toy / "halves"
+    recipe = write_recipe(toy, run)
     assert main(["--recipe", str(recipe), "training.max_steps=2"]) == 0
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as stream:  # as if killed after a third step
         stream.write('{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
@@ -146,10 +146,10 @@ def test_resume_repeats_the_uninterrupted_run_bit_for_bit(world: Path, finished:
 
 
 @pytest.mark.ranks
-def test_two_ranks_share_the_data(world: Path) -> None:
+def test_two_ranks_share_the_data(toy: Path) -> None:
     """16 files, 2 ranks × 2: two steps an epoch-half; every rank logs nothing but rank 0's reduced numbers."""
-    run = world / "ranks"
-    recipe = write_recipe(world, run, max_steps=3, total_steps=3)
+    run = toy / "ranks"
+    recipe = write_recipe(toy, run, max_steps=3, total_steps=3)
     done = torchrun(2, recipe)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = metrics(run)
@@ -161,40 +161,40 @@ def test_two_ranks_share_the_data(world: Path) -> None:
     assert newest_complete(run, "tiny") == run / "tiny-step2"
 
 
-def test_one_override_turns_a_streamed_recipe_offline(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_override_turns_a_streamed_recipe_offline(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = tiny_recipe(
-        world / "target",
-        world / "streamed",
-        data={"prompts_path": str(world / "samples.jsonl")},
+        toy / "target",
+        toy / "streamed",
+        data={"prompts_path": str(toy / "samples.jsonl")},
         stream={"managed": {}},
     )
-    (world / "streamed.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-    recipe = str(world / "streamed.yaml")
-    assert main(["--recipe", recipe, "--plan", f"data.hidden_states_path={world / 'features'}"]) == 0
-    assert f"offline features in {world / 'features'}" in capsys.readouterr().out
+    (toy / "streamed.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    recipe = str(toy / "streamed.yaml")
+    assert main(["--recipe", recipe, "--plan", f"data.hidden_states_path={toy / 'features'}"]) == 0
+    assert f"offline features in {toy / 'features'}" in capsys.readouterr().out
 
 
-def test_splitting_a_batch_does_not_change_the_step(world: Path) -> None:
+def test_splitting_a_batch_does_not_change_the_step(toy: Path) -> None:
     """Σ numerators / Σ weights: 1 × 4 and 4 × 1 take the same first step, to float32 (speculators#942);
     with "shared", which is exact under either scope."""
     runs = {}
     for name, sizes in (("whole", (4, 1)), ("split", (1, 4))):
         recipe = write_recipe(
-            world, world / name, batch_size=sizes[0], accumulation_steps=sizes[1], max_steps=2, total_steps=2
+            toy, toy / name, batch_size=sizes[0], accumulation_steps=sizes[1], max_steps=2, total_steps=2
         )
         assert main(["--recipe", str(recipe), "dspine.normalization=shared"]) == 0
-        runs[name] = metrics(world / name)
+        runs[name] = metrics(toy / name)
     for whole, split in zip(runs["whole"], runs["split"], strict=True):
         for field in ("loss", "ce", "l1", "grad_norm", "refined_accuracy", "refined_tau"):
             assert split[field] == pytest.approx(whole[field], rel=1e-5), field
 
 
 @pytest.fixture
-def damaged(world: Path, tmp_path: Path) -> Path:
+def damaged(toy: Path, tmp_path: Path) -> Path:
     """The features with one NaN in the final state of one file."""
     folder = tmp_path / "features"
     folder.mkdir()
-    for index, file in enumerate(sorted((world / "features").iterdir())):
+    for index, file in enumerate(sorted((toy / "features").iterdir())):
         record = torch.load(file)
         if index == 3:
             record["target_last_hidden_states"][0, 12, 5] = torch.nan
@@ -203,28 +203,28 @@ def damaged(world: Path, tmp_path: Path) -> Path:
 
 
 def test_non_finite_features_are_left_out_and_named(
-    world: Path, damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    toy: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """speculators#615: one NaN state must not reach the loss."""
-    recipe = write_recipe(world, tmp_path / "run", max_steps=8, total_steps=8)
+    recipe = write_recipe(toy, tmp_path / "run", max_steps=8, total_steps=8)
     assert main(["--recipe", str(recipe), f"data.hidden_states_path={damaged}"]) == 0
     assert all(line["loss"] == line["loss"] and line["loss"] is not None for line in metrics(tmp_path / "run"))
     bad = sorted(file.stem for file in damaged.iterdir())[3]
-    assert f"left out: target_last_hidden_states of sample e0000-{bad}" in caplog.text
+    assert f"left out: target_last_hidden_states of sample e0000-{bad}" in capsys.readouterr().err
 
 
-def test_features_of_other_taps_are_refused(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_recipe(world, tmp_path / "run")
+def test_features_of_other_taps_are_refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(toy, tmp_path / "run")
     assert main(["--recipe", str(recipe), "dspine.target_layer_ids=[0, 2]"]) == 2
     assert re.search(r"hidden_states of .* is 192 wide .* give 128", capsys.readouterr().err)
 
 
 @pytest.fixture(scope="module")
-def narrow(world: Path) -> list[str]:
+def narrow(toy: Path) -> list[str]:
     """Overrides that train in bfloat16, from features in bfloat16."""
-    folder = world / "bfloat16"
+    folder = toy / "bfloat16"
     folder.mkdir()
-    for file in sorted((world / "features").iterdir()):
+    for file in sorted((toy / "features").iterdir()):
         record = torch.load(file)
         states = {name: value.bfloat16() for name, value in record.items() if value.is_floating_point()}
         torch.save(record | states, folder / file.name)
@@ -232,12 +232,12 @@ def narrow(world: Path) -> list[str]:
 
 
 def test_masters_move_below_bfloat16s_resolution_and_survive_a_resume(
-    world: Path, narrow: list[str], tmp_path: Path
+    toy: Path, narrow: list[str], tmp_path: Path
 ) -> None:
     """ModelOpt#2322: a step of 1e-6 is lost on a bfloat16 weight of 1, on its float32 master it is not."""
     states = {}
     for name, cuts in (("whole", [[]]), ("halves", [["training.max_steps=2"], ["--resume"]])):
-        recipe = write_recipe(world, tmp_path / name, learning_rate=1e-6)
+        recipe = write_recipe(toy, tmp_path / name, learning_rate=1e-6)
         for cut in cuts:
             assert main(["--recipe", str(recipe), *narrow, *cut]) == 0
         states[name] = torch.load(tmp_path / name / "tiny-step4" / "training_state.pt", weights_only=False)
@@ -251,10 +251,10 @@ def test_masters_move_below_bfloat16s_resolution_and_survive_a_resume(
         assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
 
 
-def test_bfloat16_trains_exports_and_loads(world: Path, narrow: list[str], tmp_path: Path) -> None:
+def test_bfloat16_trains_exports_and_loads(toy: Path, narrow: list[str], tmp_path: Path) -> None:
     """bfloat16 from features to served weights: float32 masters, a float32 table, and RoPE as it will be served."""
     run = tmp_path / "run"
-    recipe = write_recipe(world, run, max_steps=2, total_steps=2)
+    recipe = write_recipe(toy, run, max_steps=2, total_steps=2)
     assert main(["--recipe", str(recipe), *narrow]) == 0
     assert all(line["loss"] > 0 for line in metrics(run))
     rank_state = torch.load(run / "tiny-step2" / "training_state.pt", weights_only=False)

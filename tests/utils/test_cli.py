@@ -79,6 +79,15 @@ def test_errors_become_a_line_and_a_status(error: Exception, status: int, capsys
     assert capsys.readouterr().err == "error: bad\n"
 
 
+def test_advice_follows_a_failure_of_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: Options) -> str:
+        raise RunError("bad")
+
+    arguments = ["--samples", "s"]
+    assert run_command(Command(Sample, fail), arguments, module="m", doc=None, on_failure="Rerun.") == 1
+    assert capsys.readouterr().err == "error: bad\nRerun.\n"
+
+
 def test_an_unforeseen_error_keeps_its_traceback() -> None:
     def fail(_: Options) -> str:
         raise KeyError("bug")
