@@ -21,7 +21,7 @@ from scipy.stats import t
 
 from specforge_dspine.decoding.loop import Trace
 from specforge_dspine.evaluation.bootstrap import LEVEL, estimate
-from specforge_dspine.evaluation.metrics import by_prompt
+from specforge_dspine.evaluation.results import by_prompt
 
 Counts = dict[str, np.ndarray]
 """Tokens and rounds [S, P, 2] of a variant's seeds and prompts, by set; all sets have the seeds in the same order."""
