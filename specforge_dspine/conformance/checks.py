@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specforge_dspine.conformance.comparison import Check, candidate_error, check, scalar
-from specforge_dspine.conformance.vectors import VectorFileError, Vectors
+from specforge_dspine.conformance.vectors import Vectors
 from specforge_dspine.decoding.proposal import candidates, excluded_mask, propose, walk
 from specforge_dspine.decoding.sampling import GREEDY
 from specforge_dspine.decoding.transition_cache import path_probabilities, transition_cache
@@ -28,6 +28,7 @@ from specforge_dspine.objective.distillation import (
 )
 from specforge_dspine.objective.refinement import refinement_terms
 from specforge_dspine.objective.supervision import gather_positions, supervised_positions
+from specforge_dspine.utils.errors import InvalidFileError
 
 Quantities = Iterator[tuple[str, Tensor, Tensor]]
 """Name, our value, the file's value."""
@@ -160,7 +161,7 @@ def conformance(path: Path, dtype: torch.dtype, device: torch.device | str = "cp
     """Check every quantity of the vector file at ``path``, computed in ``dtype`` on ``device``.
 
     Raises:
-        VectorFileError: the file lacks a quantity, or an input cannot be used, by name.
+        InvalidFileError: the file lacks a quantity, or an input cannot be used, by name.
         CheckpointError: the file's draft is not complete, by name.
     """
     try:
@@ -169,4 +170,4 @@ def conformance(path: Path, dtype: torch.dtype, device: torch.device | str = "cp
             check(name, ours.cpu(), theirs.cpu(), dtype) for group in GROUPS for name, ours, theirs in group(vectors)
         ]
     except KeyError as error:
-        raise VectorFileError(f"{path}: {error.args[0]} is missing from it or from the JSON beside it") from error
+        raise InvalidFileError(f"{path}: {error.args[0]} is missing from it or from the JSON beside it") from error
