@@ -27,7 +27,6 @@ from specforge_dspine.evaluation.results import RESULT, ROUNDS, figures, table
 from specforge_dspine.evaluation.runner import EvaluationRunner
 from specforge_dspine.formats.writer import DTYPES
 from specforge_dspine.streaming.feature_folder import check_features
-from specforge_dspine.streaming.record import RecordError
 from specforge_dspine.utils.chat_template import check_template, end_ids
 from specforge_dspine.utils.cli import Command, run_command
 from specforge_dspine.utils.files import read_jsonl, write_json
@@ -73,9 +72,7 @@ def evaluate(options: EvaluateOptions) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    command = Command(EvaluateOptions, evaluate)
-    unusable = (ValueError, OSError, RecordError)
-    return run_command(command, argv, module="specforge_dspine.evaluate", doc=__doc__, expected=unusable)
+    return run_command(Command(EvaluateOptions, evaluate), argv, module="specforge_dspine.evaluate", doc=__doc__)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def walk(scores: Tensor, ids: Tensor, sampling: Sampling, generator: torch.Gener
     index = torch.zeros(scores.shape[:-3], dtype=torch.long, device=scores.device)
     path, distributions = [], []
     for slot in scores.unbind(dim=-3):
-        row = slot.gather(-2, index[..., None, None].expand(*index.shape, 1, slot.shape[-1])).squeeze(-2)
+        row = torch.take_along_dim(slot, index[..., None, None], dim=-2).squeeze(-2)
         index, q = choose(row, sampling, generator)
         path.append(index)
         distributions += [] if q is None else [q]

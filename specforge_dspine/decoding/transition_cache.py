@@ -68,5 +68,5 @@ def refine_sequentially(
 def path_probabilities(scores: Tensor, path: Tensor, temperature: float) -> Tensor:
     """Returns softmax(row / temperature) [.., M, K] of the rows of ``scores`` that ``path`` [.., M] leads to."""
     rows = torch.cat([torch.zeros_like(path[..., :1]), path[..., :-1]], dim=-1)
-    on_path = scores.gather(-2, rows[..., None, None].expand(*rows.shape, 1, scores.shape[-1])).squeeze(-2)
+    on_path = torch.take_along_dim(scores, rows[..., None, None], dim=-2).squeeze(-2)
     return (on_path / temperature).softmax(dim=-1)

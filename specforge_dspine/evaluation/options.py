@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import DirectoryPath, field_validator
@@ -66,12 +66,3 @@ class EvaluateOptions(DraftAndTargetOptions):
     def enable_thinking(self) -> bool | None:
         """The chat template's switch; None leaves its default."""
         return THINKING[self.thinking]
-
-    def sampling(self, temperature: float) -> Sampling:
-        """The sampling transform at ``temperature``."""
-        return Sampling(temperature, self.top_p, self.top_k)
-
-    def decoding(self) -> dict[str, Any]:
-        """How responses are decoded, as result files hold it."""
-        names = {"temperature", "top_p", "top_k", "max_new_tokens", "seed", "thinking", "verify_live"}
-        return self.model_dump(include=names)

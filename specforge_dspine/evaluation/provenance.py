@@ -19,6 +19,7 @@ from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.versions import VERSION, installed
 
 SOFTWARE = ("torch", "transformers", "sglang", "specforge")
+DECODING = {"temperature", "top_p", "top_k", "max_new_tokens", "seed", "thinking", "verify_live"}  # options
 
 
 def evaluation_facts(
@@ -48,7 +49,7 @@ def evaluation_facts(
         },
         # Captured prompts were rendered before.
         "chat_template": None if all(each.captured for each in sets) else template,
-        "decoding": options.decoding(),
+        "decoding": options.model_dump(include=DECODING),
         "limit": options.limit,
         "versions": version_facts(*SOFTWARE),
         "sets": {

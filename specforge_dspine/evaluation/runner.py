@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.loop import Trace, decode, truncate
 from specforge_dspine.decoding.replay import check_greedy, replay, response_span
+from specforge_dspine.decoding.sampling import Sampling
 from specforge_dspine.evaluation.benchmarks import EvaluationSet, Prompt
 from specforge_dspine.evaluation.loading import TargetVerifier
 from specforge_dspine.evaluation.options import EvaluateOptions
@@ -159,7 +160,7 @@ class EvaluationRunner:
             prompt,
             max_new_tokens=length,
             stop=self.stop,
-            sampling=self.options.sampling(job.temperature),
+            sampling=Sampling(job.temperature, self.options.top_p, self.options.top_k),
             generator=torch.Generator(self.target.device).manual_seed(int.from_bytes(seed[:7], "big")),
             name=job.prompt.name,
         )
