@@ -16,28 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from specforge_dspine.evaluation.benchmarks import open_sets
-from specforge_dspine.evaluation.loading import TargetVerifier, check_pair, drafter_of, dtype_of, open_draft
+from specforge_dspine.evaluation.loading import TargetVerifier, drafter_of, open_pair
 from specforge_dspine.evaluation.options import EvaluateOptions
 from specforge_dspine.evaluation.provenance import evaluation_facts
 from specforge_dspine.evaluation.results import RESULT, ROUNDS, figures, table
 from specforge_dspine.evaluation.runner import EvaluationRunner
 from specforge_dspine.formats.writer import DTYPES
 from specforge_dspine.streaming.feature_folder import check_features
-from specforge_dspine.streaming.record import RecordError, TargetIdentity
 from specforge_dspine.utils.chat_template import check_template, end_ids
 from specforge_dspine.utils.cli import Command, run_command
 from specforge_dspine.utils.files import read_jsonl, write_json
 from specforge_dspine.utils.ledger import Ledger
 
 
-def evaluate(options: EvaluateOptions) -> dict[str, Any]:
-    """Decode all sets and write the result; returns what result.json holds.
+def evaluate(options: EvaluateOptions) -> str:
+    """Decode all sets and write the result; returns its table.
 
     Raises:
         ValueError: bad options, sets, drafts or features, or ``--out`` belongs to other inputs.
@@ -45,11 +42,7 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     """
     sets = open_sets(options.sets, options.limit)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
-    draft = open_draft(options.draft, tokenizer)
-    if options.dtype is not None:
-        draft = draft.to(DTYPES[options.dtype])
-    target = TargetIdentity.from_config(str(options.target), draft.target_layer_ids, dtype_of(draft))
-    check_pair(draft, target)
+    draft, target = open_pair(options, tokenizer, DTYPES[options.dtype] if options.dtype else None)
     for each in sets:
         if each.captured:
             check_features(Path(each.source), target)
@@ -64,7 +57,7 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     facts = evaluation_facts(options, draft, target, tokenizer, sets, stop)
     ledger = Ledger([options.out / ROUNDS], "evaluate", facts, overwrite=options.overwrite)
     if not ledger.is_finished():
-        with ledger, TargetVerifier(target, torch.device(options.device), options.server) as verifier:
+        with ledger, TargetVerifier(target, options.device, options.server) as verifier:
             drafter = drafter_of(options.variant, draft, verifier)
             length = AutoConfig.from_pretrained(options.target).get_text_config().max_position_embeddings
             runner = EvaluationRunner(drafter, verifier, tokenizer, options, ledger, stop=stop, max_length=length)
@@ -74,19 +67,12 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     write_json(options.out / RESULT, result)
     if not any(entry["overall"]["rounds"] for entry in result["temperatures"].values()):
         raise ValueError(f"no response had a round; {options.out / RESULT} lists why under responses_skipped")
-    return result
-
-
-def run(options: EvaluateOptions) -> str:
-    """Evaluate; returns the table of results."""
-    return f"{table(evaluate(options))}\nwrote {options.out / RESULT} and {options.out / ROUNDS}"
+    return f"{table(result)}\nwrote {options.out / RESULT} and {options.out / ROUNDS}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    command = Command(EvaluateOptions, run)
-    unusable = (ValueError, OSError, RecordError)
-    return run_command(command, argv, module="specforge_dspine.evaluate", doc=__doc__, expected=unusable)
+    return run_command(Command(EvaluateOptions, evaluate), argv, module="specforge_dspine.evaluate", doc=__doc__)
 
 
 if __name__ == "__main__":

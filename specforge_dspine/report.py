@@ -19,8 +19,7 @@ from typing import Any
 from pydantic import field_validator
 
 from specforge_dspine.decoding.loop import Trace
-from specforge_dspine.evaluation.metrics import summary, tau_difference
-from specforge_dspine.evaluation.results import RESULT, ROUNDS, traces_of
+from specforge_dspine.evaluation.results import RESULT, ROUNDS, summary, tau_difference, traces_of
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.figures import figure_axes
 from specforge_dspine.utils.files import atomic_write, read_json, read_jsonl

@@ -25,7 +25,7 @@ from functools import partial
 from specforge_dspine.ablate.inputs import ablation_inputs, check_distinct, claim_folder
 from specforge_dspine.ablate.runs import AblateOptions, Progress, VariantRun, train_and_evaluate
 from specforge_dspine.ablate.variants import parse_variants
-from specforge_dspine.evaluate import open_sets
+from specforge_dspine.evaluation.benchmarks import open_sets
 from specforge_dspine.training.recipe import load_recipe
 from specforge_dspine.training.run_dir import exclusive
 from specforge_dspine.utils.cli import Command, run_command
@@ -36,7 +36,7 @@ def ablate(options: AblateOptions) -> None:
     """Train, evaluate and report, as far as that is not done."""
     variants = parse_variants(options.variants)
     recipe = load_recipe(options.recipe)
-    sections = {each.name: load_recipe(options.recipe, each.overrides).resolved()["dspine"] for each in variants}
+    sections = {name: load_recipe(options.recipe, each).resolved()["dspine"] for name, each in variants.items()}
     check_distinct(sections)
     if len(set(options.seeds)) < len(options.seeds):
         raise ValueError(f"--seeds {' '.join(map(str, options.seeds))}: a seed occurs twice")
@@ -45,8 +45,8 @@ def ablate(options: AblateOptions) -> None:
         claim_folder(options.out, inputs)
         # Seed by seed: an ablation that is stopped has compared all variants.
         runs = [
-            VariantRun(options.out, variant.name, seed, variant.overrides)
-            for seed, variant in itertools.product(options.seeds, variants)
+            VariantRun(options.out, name, seed, overrides)
+            for seed, (name, overrides) in itertools.product(options.seeds, variants.items())
         ]
         progress = Progress(runs, options.max_parallel)
         with Stages() as stages:

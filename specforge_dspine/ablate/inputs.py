@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from specforge_dspine.evaluation.benchmarks import EvaluationSet
+from specforge_dspine.evaluation.provenance import version_facts
 from specforge_dspine.training.recipe import Recipe
 from specforge_dspine.training.resume_contract import data_identity
 from specforge_dspine.utils.differences import differences
 from specforge_dspine.utils.files import read_json, write_json
 from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.versions import VERSION, installed
 
 INPUTS = "inputs.json"
 NOT_INPUTS = {  # keys of a recipe that differ from run to run or only name a place
@@ -41,8 +41,7 @@ def ablation_inputs(
         "target": model_fingerprint(Path(recipe.target_path)),
         "sets": {each.name: {"prompts": len(each.prompts), "sha256": each.sha256()} for each in sets},
         "max_new_tokens": max_new_tokens,
-        "versions": {name: installed(name) for name in ("torch", "transformers", "specforge")}
-        | {"specforge_dspine": VERSION},
+        "versions": version_facts("torch", "transformers", "specforge"),
     }
 
 

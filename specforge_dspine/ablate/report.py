@@ -24,8 +24,7 @@ from specforge_dspine.ablate.statistics import Counts, count, differences, smoot
 from specforge_dspine.ablate.variants import VARIANTS
 from specforge_dspine.decoding.loop import Trace
 from specforge_dspine.evaluation.bootstrap import RESAMPLES
-from specforge_dspine.evaluation.metrics import acceptance_by_position
-from specforge_dspine.evaluation.results import ROUNDS, traces_of
+from specforge_dspine.evaluation.results import ROUNDS, acceptance_by_position, traces_of
 from specforge_dspine.training.run_logger import METRICS_FILE
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.files import atomic_write, read_json, read_jsonl, write_json

@@ -21,7 +21,7 @@ from scipy.stats import t
 
 from specforge_dspine.decoding.loop import Trace
 from specforge_dspine.evaluation.bootstrap import LEVEL, estimate
-from specforge_dspine.evaluation.metrics import by_prompt
+from specforge_dspine.evaluation.results import by_prompt
 
 Counts = dict[str, np.ndarray]
 """Tokens and rounds [S, P, 2] of a variant's seeds and prompts, by set; all sets have the seeds in the same order."""
@@ -58,12 +58,6 @@ def count(traces: Sequence[Sequence[Trace]]) -> np.ndarray:
     return np.array([[own[name] for name in names] for own in sums], dtype=float)
 
 
-def per_seed(counts: np.ndarray) -> np.ndarray:
-    """τ [S] of one set, from tokens and rounds [S, P, 2]."""
-    sums = counts.sum(axis=1)
-    return np.asarray(sums[:, 0] / sums[:, 1])
-
-
 def drawn_tau(counts: Counts, name: str, seeds: np.ndarray, *prompts: np.ndarray) -> np.ndarray:
     """τ [..] of the set ``name``, or under "" the mean of all, of drawn ``seeds`` [.., S] and ``prompts`` [.., P] of
     each set in the order of their names."""
@@ -86,7 +80,8 @@ def estimated(tau: Callable[..., np.ndarray], counts: Counts, per_seed: np.ndarr
 
 def seeds_of(counts: Counts) -> dict[str, np.ndarray]:
     """τ [S] of each set, and under "" their mean."""
-    found = {name: per_seed(each) for name, each in counts.items()}
+    sums = {name: each.sum(axis=1) for name, each in counts.items()}  # tokens and rounds [S, 2]
+    found = {name: each[:, 0] / each[:, 1] for name, each in sums.items()}
     return found | {"": np.mean(list(found.values()), axis=0)}
 
 

@@ -15,38 +15,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 WITHOUT_INJECTION = ("dspine.injection=off", "dspine.refinement=off", "dspine.curriculum=off")
 PLAIN = ("dspine.causal=off", *WITHOUT_INJECTION)  # DFlash's backbone
 
 
-class Variant(NamedTuple):
-    """A name, and overrides of the recipe."""
-
-    name: str
-    overrides: tuple[str, ...] = ()
-
-
-VARIANTS = {
-    name: Variant(name, overrides)
-    for name, overrides in {
-        "full": (),
-        "no-refinement": ("dspine.refinement=off",),
-        "no-injection": WITHOUT_INJECTION,
-        "dflash": (*PLAIN, "dspine.alignment=off", "dspine.ce_weight=1.0"),
-        "dflash-none": (*PLAIN, "dspine.alignment=off"),
-        "dflash-ce": (*PLAIN, "dspine.alignment=ce"),
-        "dflash-cosine": (*PLAIN, "dspine.alignment=cosine"),
-    }.items()
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "no-refinement": ("dspine.refinement=off",),
+    "no-injection": WITHOUT_INJECTION,
+    "dflash": (*PLAIN, "dspine.alignment=off", "dspine.ce_weight=1.0"),
+    "dflash-none": (*PLAIN, "dspine.alignment=off"),
+    "dflash-ce": (*PLAIN, "dspine.alignment=ce"),
+    "dflash-cosine": (*PLAIN, "dspine.alignment=cosine"),
 }
+"""Overrides of the recipe, by the variant's name."""
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of folders
 BETWEEN = r",(?=[\w.]+=)"  # two overrides, not the entries of a list
 
 
-def parse_variants(words: Sequence[str]) -> list[Variant]:
-    """The variants that the command line names; a ValueError names the one that is unknown, invalid or repeated."""
-    found: dict[str, Variant] = {}
+def parse_variants(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The named variants, as in ``VARIANTS``; a ValueError names the one that is unknown, invalid or repeated."""
+    found: dict[str, tuple[str, ...]] = {}
     for word in words:
         name, colon, overrides = word.partition(":")
         if not colon and name not in VARIANTS:
@@ -63,5 +54,5 @@ def parse_variants(words: Sequence[str]) -> list[Variant]:
             )
         if name in found:
             raise ValueError(f"variant {name!r} occurs twice")
-        found[name] = Variant(name, tuple(re.split(BETWEEN, overrides))) if colon else VARIANTS[name]
-    return list(found.values())
+        found[name] = tuple(re.split(BETWEEN, overrides)) if colon else VARIANTS[name]
+    return found

@@ -15,13 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from specforge_dspine.bench.models import SEED, Bench, Sizes, draft_config
 from specforge_dspine.bench.section import Plan, Section, medians
-from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
-from specforge_dspine.decoding.last_write_refinement import refine_sequentially
-from specforge_dspine.decoding.proposal import propose_by_walk
+from specforge_dspine.decoding.proposal import candidates, walk
 from specforge_dspine.decoding.sampling import Sampling
 from specforge_dspine.decoding.target_backends import ModelTarget
-from specforge_dspine.decoding.transition_cache import transition_cache
+from specforge_dspine.decoding.transition_cache import refine_sequentially, transition_cache
 from specforge_dspine.decoding.verification import verify
 
 NEW = 4  # context tokens that the previous round accepted
@@ -63,15 +61,11 @@ class DecodingBench:
             seconds[name], result = bench.timed(work)
             return result
 
-        def best_candidates() -> torch.Tensor:
-            excluded = excluded_mask(draft.settings, draft.mask_token_id, bench.sizes.vocab, bench.device)
-            return candidates(head, hidden, excluded, bench.sizes.top_k)[0]
-
         out = timed("backbone", lambda: self.drafter.block(self.anchor, self.taps[self.kept :]))
         hidden, pre_injection = out.hidden[0, 0, 1:], out.pre_injection[0, 0, 1:]
-        ids = timed("candidates", best_candidates)
+        ids, _ = timed("candidates", lambda: candidates(draft, head, hidden))
         scores = timed("cache", lambda: transition_cache(draft, head, pre_injection, ids, self.anchor))
-        proposal = timed("walk", lambda: propose_by_walk(scores, ids, SAMPLING, self.generator))
+        proposal = timed("walk", lambda: walk(scores, ids, SAMPLING, self.generator))
         read = torch.cat([self.anchor[None], proposal.tokens])
         target = timed("target", lambda: self.target.extend(read))
         self.target.keep(0)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specforge_dspine.conformance.comparison import Check, candidate_error, check, scalar
-from specforge_dspine.conformance.vectors import VectorFileError, Vectors
-from specforge_dspine.decoding.candidates import candidates, excluded_mask
-from specforge_dspine.decoding.proposal import propose, propose_by_walk
+from specforge_dspine.conformance.vectors import Vectors
+from specforge_dspine.decoding.proposal import candidates, excluded_mask, propose, walk
 from specforge_dspine.decoding.sampling import GREEDY
 from specforge_dspine.decoding.transition_cache import path_probabilities, transition_cache
 from specforge_dspine.modeling.draft_model import DraftOutput
@@ -29,6 +28,7 @@ from specforge_dspine.objective.distillation import (
 )
 from specforge_dspine.objective.refinement import refinement_terms
 from specforge_dspine.objective.supervision import gather_positions, supervised_positions
+from specforge_dspine.utils.errors import InvalidFileError
 
 Quantities = Iterator[tuple[str, Tensor, Tensor]]
 """Name, our value, the file's value."""
@@ -109,17 +109,16 @@ def position_quantities(v: Vectors) -> Quantities:
 
 def decode_quantities(v: Vectors) -> Quantities:
     """Candidates of block 0 by logits; then scores, choices and distributions in the file's candidate order (§6)."""
-    out, settings = forward(v, replace=False), v.draft.settings
+    out = forward(v, replace=False)
     anchor = v["inputs/input_ids"][v.anchors[0]]
-    excluded = excluded_mask(settings, v.draft.mask_token_id, len(v.head), v.head.device)
     hidden, pre_injection = out.hidden[0, 0, 1:], out.pre_injection[0, 0, 1:]
-    own, _ = candidates(v.head, hidden, excluded, settings.top_k)
+    own, _ = candidates(v.draft, v.head, hidden)
     theirs = v.candidates("decode/candidates")
-    logits = F.linear(hidden, v.head).double().masked_fill(excluded, -torch.inf)
+    logits = F.linear(hidden, v.head).double().masked_fill(excluded_mask(v.draft, v.head), -torch.inf)
     yield "decode/candidates", 1 + candidate_error(logits, own, v["decode/candidates"]), scalar(1.0)
     scores = transition_cache(v.draft, v.head, pre_injection, theirs, anchor)
     yield "decode/scores", scores, v["decode/scores"]
-    yield "decode/greedy", propose_by_walk(scores, theirs, GREEDY).tokens, v["decode/greedy"]
+    yield "decode/greedy", walk(scores, theirs, GREEDY).tokens, v["decode/greedy"]
     states = (out.hidden[0, 0], out.pre_injection[0, 0])
     drafted = propose(v.draft, v.head, *states, anchor, GREEDY, refine=True)
     yield "decode/greedy, with our candidates", drafted.tokens, v["decode/greedy"]
@@ -162,7 +161,7 @@ def conformance(path: Path, dtype: torch.dtype, device: torch.device | str = "cp
     """Check every quantity of the vector file at ``path``, computed in ``dtype`` on ``device``.
 
     Raises:
-        VectorFileError: the file lacks a quantity, or an input cannot be used, by name.
+        InvalidFileError: the file lacks a quantity, or an input cannot be used, by name.
         CheckpointError: the file's draft is not complete, by name.
     """
     try:
@@ -171,4 +170,4 @@ def conformance(path: Path, dtype: torch.dtype, device: torch.device | str = "cp
             check(name, ours.cpu(), theirs.cpu(), dtype) for group in GROUPS for name, ours, theirs in group(vectors)
         ]
     except KeyError as error:
-        raise VectorFileError(f"{path}: {error.args[0]} is missing from it or from the JSON beside it") from error
+        raise InvalidFileError(f"{path}: {error.args[0]} is missing from it or from the JSON beside it") from error

@@ -19,14 +19,11 @@ from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.state_dict import READY, TABLE
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.training_model import DSpineTrainingModel
+from specforge_dspine.utils.errors import InvalidFileError
 from specforge_dspine.utils.files import read_json
 
 INPUTS = ("weights/", "target/", "inputs/")
 EXTRA_TOKENS, EXTRA_BLOCKS = 3, 1  # padding of the batch
-
-
-class VectorFileError(ValueError):
-    """A vector file that cannot be used; the message names the key."""
 
 
 class Vectors:
@@ -36,7 +33,7 @@ class Vectors:
         try:
             self.tensors = load_file(path)
         except SafetensorError as error:
-            raise VectorFileError(f"{path} is not a safetensors file: {error}") from error
+            raise InvalidFileError(f"{path} is not a safetensors file: {error}") from error
         self.scalars = read_json(path.with_suffix(".json"))
         self.dtype = dtype
         self._check_inputs()
@@ -65,10 +62,10 @@ class Vectors:
         vocab = len(self["target/lm_head"])
         for name, value in self.tensors.items():
             if name.startswith(INPUTS) and value.is_floating_point() and not torch.isfinite(value).all():
-                raise VectorFileError(f"{name} holds a value that is not finite")
+                raise InvalidFileError(f"{name} holds a value that is not finite")
         ids = self["inputs/input_ids"]
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-            raise VectorFileError(f"inputs/input_ids holds an id outside the {vocab} rows of target/lm_head")
+            raise InvalidFileError(f"inputs/input_ids holds an id outside the {vocab} rows of target/lm_head")
 
     def _draft(self) -> DSpineDraftModel:
         """The file's draft with the code table of the file's head, by way of an exported checkpoint."""
@@ -115,7 +112,7 @@ class Vectors:
         count = len(self["rows/label"]) if name.startswith("rows/") else int(self.draft.block_size) - 1
         shape = (count, self.draft.settings.top_k)
         if tuple(self[name].shape) != shape:
-            raise VectorFileError(f"{name} is {tuple(self[name].shape)}, expected {shape}")
+            raise InvalidFileError(f"{name} is {tuple(self[name].shape)}, expected {shape}")
         return self[name].clamp(0, len(self.head) - 1)
 
     def batch(self, name: str) -> Tensor:

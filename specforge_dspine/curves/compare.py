@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,17 +87,6 @@ def residuals(reference: Sequence[float], values: Sequence[float]) -> list[float
     return [(c - r) / scale for r, c in zip(reference, values, strict=False)]
 
 
-def compare(reference: Curve, curve: Curve) -> list[Deviation]:
-    """Deviations of ``curve`` from ``reference``, earliest first; parts that only ``curve`` has are ignored."""
-    found: list[Deviation] = []
-    for part, expected in reference.parts.items():
-        values = curve.parts.get(part, [])
-        found += missing(part, expected, values)
-        if values:
-            found += compare_part(part, residuals(expected, values))
-    return sorted(found, key=lambda deviation: (deviation.step, -deviation.size / max(deviation.allowed, 1e-30)))
-
-
 def compare_part(part: str, d: Sequence[float]) -> list[Deviation]:
     """Deviations of one part from its residuals:
 
@@ -125,10 +114,19 @@ def beyond(part: str, d: Sequence[float], limits: Sequence[float]) -> list[Devia
     return [Deviation(part, "absolute", steps[0] + 1, size, limits[steps[0]])] if steps else []
 
 
-def missing(part: str, expected: Sequence[float], values: Sequence[float]) -> list[Deviation]:
-    """The deviation of a part that has another number of steps."""
-    shorter = min(len(values), len(expected))
-    return [Deviation(part, "missing", shorter + 1, math.inf, 0.0)] if len(values) != len(expected) else []
+def compare(
+    reference: Curve, curve: Curve, check: Callable[[str, Sequence[float]], list[Deviation]] = compare_part
+) -> list[Deviation]:
+    """Deviations of ``curve`` from ``reference``, earliest first, by ``check`` of each part's residuals; parts that
+    only ``curve`` has are ignored."""
+    found: list[Deviation] = []
+    for part, expected in reference.parts.items():
+        values = curve.parts.get(part, [])
+        if len(values) != len(expected):
+            found.append(Deviation(part, "missing", min(len(values), len(expected)) + 1, math.inf, 0.0))
+        if values:
+            found += check(part, residuals(expected, values))
+    return sorted(found, key=lambda deviation: (deviation.step, -deviation.size / max(deviation.allowed, 1e-30)))
 
 
 def agree(curves: Mapping[str, Curve], allowed: float) -> list[Deviation]:
@@ -137,13 +135,11 @@ def agree(curves: Mapping[str, Curve], allowed: float) -> list[Deviation]:
     |d_i| ≤ ``allowed`` at every step and in every part. Parts are named ``part (curve)``.
     """
     (_, reference), *others = curves.items()
-    found = []
-    for name, curve in others:
-        for part, expected in reference.parts.items():
-            values = curve.parts.get(part, [])
-            d = residuals(expected, values)
-            found += missing(f"{part} ({name})", expected, values)
-            found += beyond(f"{part} ({name})", d, [allowed] * len(d))
+    found = [
+        deviation._replace(part=f"{deviation.part} ({name})")
+        for name, curve in others
+        for deviation in compare(reference, curve, lambda part, d: beyond(part, d, [allowed] * len(d)))
+    ]
     return sorted(found, key=lambda deviation: deviation.step)
 
 

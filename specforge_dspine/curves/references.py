@@ -7,20 +7,19 @@ from pathlib import Path
 
 from specforge_dspine.curves import toy_target
 from specforge_dspine.curves.compare import TOLERANCES, Curve
+from specforge_dspine.evaluation.provenance import version_facts
 from specforge_dspine.utils.errors import InvalidFileError
 from specforge_dspine.utils.files import atomic_write, read_json
-from specforge_dspine.utils.versions import VERSION, installed
 
 DIGITS = 8  # significant, of every number: as many as float32 has
 
 
 def save_reference(curve: Curve, folder: Path) -> Path:
     """Write ``NAME.json``; returns its path."""
-    versions = {name: installed(name) for name in ("torch", "specforge", "transformers")}
     head = {
         "name": curve.name,
         "recipe": curve.recipe,
-        "versions": versions | {"specforge_dspine": VERSION},
+        "versions": version_facts("torch", "specforge", "transformers"),
         "seed": curve.recipe["training"]["seed"],
         "toy_target_seed": toy_target.SEED,
         "steps": curve.steps,

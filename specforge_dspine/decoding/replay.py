@@ -7,6 +7,7 @@ it, the blocks at all anchors can be drafted in a few forwards, and every round 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +67,7 @@ def replay(drafter: BlockDrafter, ids: Tensor, taps: Tensor, start: int, name: s
     """
     anchors = torch.arange(start, len(ids) - 1, device=ids.device)
     chunks = anchors.split(BLOCKS_PER_FORWARD) if len(anchors) else ()
-    proposals = [row for part in chunks for row in draft_all_anchors(drafter, ids, taps, part).tokens.tolist()]
+    proposals = [block for part in chunks for block in draft_all_anchors(drafter, ids, taps, part).tokens.tolist()]
     return Trace(name, tuple(ids.tolist()), start, replay_rounds(proposals, ids.tolist(), start))
 
 
@@ -74,11 +75,9 @@ def replay_rounds(proposals: Sequence[Sequence[int]], ids: Sequence[int], start:
     """Returns the rounds along ``ids`` (S) from ``start`` on, given the ``proposals`` (M each) at every anchor."""
     rounds, anchor = [], start
     while anchor < len(ids) - 1:
-        proposed, accepted = proposals[anchor - start], 0
-        for ours, following in zip(proposed, ids[anchor + 1 :], strict=False):
-            if ours != following:
-                break
-            accepted += 1
+        proposed = proposals[anchor - start]
+        same = (ours == following for ours, following in zip(proposed, ids[anchor + 1 :], strict=False))
+        accepted = sum(takewhile(bool, same))
         rounds.append(Round(anchor, tuple(proposed), accepted))
         anchor += accepted + 1
     return tuple(rounds)

@@ -1,9 +1,10 @@
-"""The transition cache (§6): all refined scores of a block at once, and the walk through them.
+"""The transition cache (§6.3): all last-write refinements (§6.2) that a walk through a block can meet, at once.
 
+    S_t(s, v) = E_v · norm(last injection redone on u_{L,t} with predecessor √r · C_s)
     T_t[i, j] = S_t(v_{t−1,i}, v_{t,j});   T_1[·, j] = S_1(x_0, v_{1,j})
 
-The predecessor of slot t can only be one of K candidates, so one batched refinement gives every score that a walk
-can meet, and the walk is a look-up. It chooses the same tokens as ``refine_sequentially``.
+The predecessor of slot t can only be one of K candidates, so one batched refinement gives every score, and the walk
+is a look-up. It chooses the same tokens as ``refine_sequentially``, the sequential reference implementation.
 """
 
 from __future__ import annotations
@@ -11,9 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specforge_dspine.decoding.last_write_refinement import refined_scores
 from specforge_dspine.decoding.sampling import Sampling, choose
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
+
+
+def refined_scores(
+    draft: DSpineDraftModel, head: Tensor, pre_injection: Tensor, predecessors: Tensor, ids: Tensor
+) -> Tensor:
+    """Returns the scores S_t [.., P, K] of the candidates ``ids`` [.., K] after each of ``predecessors`` [.., P].
+
+    ``head`` E [V, H], ``pre_injection`` u_{L,t} [.., H]; in the dtype of ``pre_injection``.
+    """
+    refined = draft.refine(pre_injection.unsqueeze(-2), predecessors)  # [.., P, H]
+    return torch.einsum("...ih,...jh->...ij", refined, head[ids].to(refined.dtype))
 
 
 def transition_cache(
@@ -30,25 +41,32 @@ def transition_cache(
     return refined_scores(draft, head, states, predecessors, ids)
 
 
-def walk(
-    scores: Tensor, sampling: Sampling, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Choose a candidate per slot, from left to right, through ``scores`` [.., M, K, K].
+def refine_sequentially(
+    draft: DSpineDraftModel,
+    head: Tensor,
+    pre_injection: Tensor,
+    ids: Tensor,
+    anchor: Tensor,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Refine slot t once its predecessor is chosen, choose, and go on to the next slot.
 
-    Returns the candidates' indices [.., M], and the distributions [.., M, K] they came from (greedy: None).
+    Returns the chosen candidates' indices [.., M], and the scores [.., M, K] that they were chosen from. Arguments as
+    for ``transition_cache`` and ``proposal.walk``; computes in the dtype of ``pre_injection``.
     """
-    index = torch.zeros(scores.shape[:-3], dtype=torch.long, device=scores.device)
-    path, distributions = [], []
-    for slot in scores.unbind(dim=-3):
-        row = slot.gather(-2, index[..., None, None].expand(*index.shape, 1, slot.shape[-1])).squeeze(-2)
-        index, q = choose(row, sampling, generator)
+    previous, path, rows = anchor, [], []
+    for state, options in zip(pre_injection.unbind(dim=-2), ids.unbind(dim=-2), strict=True):
+        row = refined_scores(draft, head, state, previous.unsqueeze(-1), options).squeeze(-2)
+        index = choose(row, sampling, generator)[0]
+        previous = options.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         path.append(index)
-        distributions += [] if q is None else [q]
-    return torch.stack(path, dim=-1), torch.stack(distributions, dim=-2) if distributions else None
+        rows.append(row)
+    return torch.stack(path, dim=-1), torch.stack(rows, dim=-2)
 
 
 def path_probabilities(scores: Tensor, path: Tensor, temperature: float) -> Tensor:
     """Returns softmax(row / temperature) [.., M, K] of the rows of ``scores`` that ``path`` [.., M] leads to."""
     rows = torch.cat([torch.zeros_like(path[..., :1]), path[..., :-1]], dim=-1)
-    on_path = scores.gather(-2, rows[..., None, None].expand(*rows.shape, 1, scores.shape[-1])).squeeze(-2)
+    on_path = torch.take_along_dim(scores, rows[..., None, None], dim=-2).squeeze(-2)
     return (on_path / temperature).softmax(dim=-1)

@@ -53,8 +53,7 @@ def verify_sampled(p: Tensor, proposal: Proposal, generator: torch.Generator) ->
     p_token, q_token = (each[..., :-1, :].gather(-1, tokens).squeeze(-1) for each in (p, q))
     uniform = torch.rand(p_token.shape, dtype=p.dtype, device=p.device, generator=generator)
     accepted = count_leading(uniform * q_token < p_token)
-    row = accepted[..., None, None].expand(*accepted.shape, 1, p.shape[-1])
-    p_next, q_next = (each.gather(-2, row).squeeze(-2) for each in (p, q))
+    p_next, q_next = (torch.take_along_dim(each, accepted[..., None, None], dim=-2).squeeze(-2) for each in (p, q))
     residual = (p_next - q_next).clamp_min(0)
     # Where p and q agree up to rounding, a rejection can leave no residual; p is then as good.
     empty = residual.sum(dim=-1, keepdim=True) == 0

@@ -7,6 +7,7 @@ numbers of prompts alone: figures of the same sets are drawn alike, and their di
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Estimate(NamedTuple):
     interval: tuple[float, float] | None
 
 
-def estimate(figure: Callable[..., np.ndarray], *sizes: int, seed: int = 0) -> Estimate:
+def estimate(figure: Callable[..., np.ndarray], *sizes: int) -> Estimate:
     """Estimate a figure over sets of ``sizes`` prompts; there is no interval where no set has two of them.
 
     Args:
@@ -42,7 +43,7 @@ def estimate(figure: Callable[..., np.ndarray], *sizes: int, seed: int = 0) -> E
         rest = iter(drawn)
         return figure(*(next(rest) if n > 1 else np.zeros((len(drawn[0]), 1), dtype=int) for n in sizes))
 
-    options: Any = {"n_resamples": RESAMPLES, "method": "percentile", "vectorized": True, "rng": seed}
+    options: Any = {"n_resamples": RESAMPLES, "method": "percentile", "vectorized": True, "rng": 0}
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateDataWarning)  # of draws without a finite figure
         value = float(figure(*map(np.arange, sizes)))
@@ -55,39 +56,39 @@ def estimate(figure: Callable[..., np.ndarray], *sizes: int, seed: int = 0) -> E
     return Estimate(value, (float(low), float(high)))
 
 
-def pooled_ratio(sets: Sequence[Sums], drawn: Sequence[np.ndarray]) -> Any:
-    """Returns Σ counted / Σ all over the ``drawn`` prompts of all sets."""
-    counted, total = (
-        sum(sums[kind][indices].sum(axis=-1) for sums, indices in zip(sets, drawn, strict=True)) for kind in (0, 1)
-    )
-    return np.divide(counted, total)
-
-
 def ratio(sets: Sequence[Sums]) -> Estimate:
     """Σ counted / Σ all, of all sets together."""
-    return estimate(lambda *drawn: pooled_ratio(sets, drawn), *prompts(sets))
+    return of_ratios(lambda pooled: pooled, sets)
 
 
 def difference(a: Sequence[Sums], b: Sequence[Sums]) -> Estimate:
     """ratio(a) − ratio(b), of the same prompts."""
-    return estimate(lambda *drawn: pooled_ratio(a, drawn) - pooled_ratio(b, drawn), *prompts(a))
+    return of_ratios(operator.sub, a, b)
 
 
 def relative(a: Sequence[Sums], b: Sequence[Sums]) -> Estimate:
     """ratio(a) / ratio(b) − 1, of the same prompts."""
-    return estimate(lambda *drawn: pooled_ratio(a, drawn) / pooled_ratio(b, drawn) - 1, *prompts(a))
+    return of_ratios(lambda above, below: above / below - 1, a, b)
 
 
 def mean_ratio(sets: Sequence[Sums]) -> Estimate:
     """The mean over sets of their ratios."""
 
     def figure(*drawn: np.ndarray) -> Any:
-        ratios = [pooled_ratio([sums], [indices]) for sums, indices in zip(sets, drawn, strict=True)]
-        return np.divide(sum(ratios), len(sets))
+        return np.divide(sum(pooled_ratio([sums], [at]) for sums, at in zip(sets, drawn, strict=True)), len(sets))
 
-    return estimate(figure, *prompts(sets))
+    return estimate(figure, *(len(total) for _, total in sets))
 
 
-def prompts(sets: Sequence[Sums]) -> list[int]:
-    """Prompts of each set."""
-    return [len(total) for _, total in sets]
+def of_ratios(figure: Callable[..., np.ndarray], *groups: Sequence[Sums]) -> Estimate:
+    """A figure of the ratios of ``groups``, all of the same prompts."""
+    sizes = (len(total) for _, total in groups[0])
+    return estimate(lambda *drawn: figure(*(pooled_ratio(sets, drawn) for sets in groups)), *sizes)
+
+
+def pooled_ratio(sets: Sequence[Sums], drawn: Sequence[np.ndarray]) -> Any:
+    """Returns Σ counted / Σ all over the ``drawn`` prompts of all sets."""
+    counted, total = (
+        sum(sums[kind][indices].sum(axis=-1) for sums, indices in zip(sets, drawn, strict=True)) for kind in (0, 1)
+    )
+    return np.divide(counted, total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.loop import Target
 from specforge_dspine.decoding.target_backends import ModelTarget, ServedTarget
-from specforge_dspine.evaluation.options import Variant
+from specforge_dspine.evaluation.options import DraftAndTargetOptions, Variant
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.transfer_space import build_transfer_space
@@ -28,11 +27,11 @@ class TargetVerifier(ExitStack):
     """The tables ``head`` E [V, H] and ``embedding`` [V, H], loaded at once; the verifying target opens on first use
     and closes with the context."""
 
-    def __init__(self, identity: TargetIdentity, device: torch.device, server: str | None) -> None:
+    def __init__(self, identity: TargetIdentity, device: str, server: str | None = None) -> None:
         super().__init__()
-        self.identity, self.device, self.server = identity, device, server
+        self.identity, self.device, self.server = identity, torch.device(device), server
         self.dtype: torch.dtype = getattr(torch, identity.dtype)
-        tables = TargetEmbeddingsAndHead.from_pretrained(identity.model_path, device=device, dtype=self.dtype)
+        tables = TargetEmbeddingsAndHead.from_pretrained(identity.model_path, device=self.device, dtype=self.dtype)
         self.head: Tensor = tables.lm_head.weight
         self.embedding: Tensor = tables.embed_tokens.weight
         self._live: Target | None = None
@@ -54,13 +53,27 @@ class TargetVerifier(ExitStack):
         return self._live
 
 
-def open_draft(folder: Path, tokenizer: PreTrainedTokenizerBase) -> DSpineDraftModel:
-    """Open a draft: ours in either layout, or a third-party DFlash draft.
+def open_pair(
+    options: DraftAndTargetOptions, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None
+) -> tuple[DSpineDraftModel, TargetIdentity]:
+    """Open a draft of any layout, in ``dtype`` or its own, and identify the target that it drafts for.
 
     Raises:
-        CheckpointError: it is neither, or damaged; the message names the file.
+        CheckpointError: the draft is damaged or none; the message names the file.
+        ValueError: the draft was trained for a target of other sizes; the message has both.
     """
-    return load_draft(folder, tokenizer=tokenizer).to_model()
+    draft = load_draft(options.draft, tokenizer=tokenizer).to_model().to(dtype)
+    weights = str(draft.fc.weight.dtype).removeprefix("torch.")
+    target = TargetIdentity.from_config(str(options.target), draft.target_layer_ids, weights)
+    sizes = {
+        "num_target_layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+    }
+    for name, size in sizes.items():
+        if (own := getattr(draft.config, name)) != size:
+            raise ValueError(f"the draft is for a target with {name}={own}, {options.target} has {size}")
+    return draft, target
 
 
 def drafter_of(variant: Variant, draft: DSpineDraftModel, target: TargetVerifier) -> BlockDrafter:
@@ -72,25 +85,3 @@ def drafter_of(variant: Variant, draft: DSpineDraftModel, target: TargetVerifier
             fresh.set_transfer_space(build_transfer_space(target.head, draft.settings.transfer_rank))
         draft = fresh
     return BlockDrafter(draft.to(target.device), target.head, target.embedding, refine=variant != "unrefined")
-
-
-def dtype_of(draft: DSpineDraftModel) -> str:
-    """Returns the name of the weights' dtype."""
-    return str(draft.fc.weight.dtype).removeprefix("torch.")
-
-
-def check_pair(draft: DSpineDraftModel, target: TargetIdentity) -> None:
-    """Check that the draft was trained for a target of these sizes.
-
-    Raises:
-        ValueError: a size differs; the message has both.
-    """
-    sizes = {
-        "num_target_layers": target.num_layers,
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-    }
-    for name, size in sizes.items():
-        own = getattr(draft.config, name)
-        if own != size:
-            raise ValueError(f"the draft is for a target with {name}={own}, {target.model_path} has {size}")

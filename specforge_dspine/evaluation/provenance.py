@@ -18,7 +18,8 @@ from specforge_dspine.utils.files import as_json
 from specforge_dspine.utils.fingerprint import model_fingerprint
 from specforge_dspine.utils.versions import VERSION, installed
 
-THINKING_TEXT = {True: "on", False: "off", None: "the template's default"}
+SOFTWARE = ("torch", "transformers", "sglang", "specforge")
+DECODING = {"temperature", "top_p", "top_k", "max_new_tokens", "seed", "thinking", "verify_live"}  # options
 
 
 def evaluation_facts(
@@ -34,7 +35,8 @@ def evaluation_facts(
     A set's hash covers its prompts; captured records are named by their tokens, their states are not hashed.
     """
     hashes = tokenizer_identity(options.target, tokenizer)
-    template = {"sha256": hashes["chat_template"], "thinking": THINKING_TEXT[options.enable_thinking]}
+    thinking = "the template's default" if options.thinking == "none" else options.thinking
+    template = {"sha256": hashes["chat_template"], "thinking": thinking}
     refines = draft.settings.refinement and options.variant != "unrefined"
     facts = {
         "draft": draft_facts(options.draft, draft) | {"variant": options.variant, "refinement": refines},
@@ -47,9 +49,9 @@ def evaluation_facts(
         },
         # Captured prompts were rendered before.
         "chat_template": None if all(each.captured for each in sets) else template,
-        "decoding": options.decoding(),
+        "decoding": options.model_dump(include=DECODING),
         "limit": options.limit,
-        "versions": version_facts(),
+        "versions": version_facts(*SOFTWARE),
         "sets": {
             each.name: {
                 "source": each.source,
@@ -73,7 +75,6 @@ def draft_facts(folder: Path, draft: DSpineDraftModel) -> dict[str, Any]:
     return facts | {name: getattr(draft.settings, name) for name in names}
 
 
-def version_facts() -> dict[str, str | None]:
-    """Returns the versions of everything that computes."""
-    names = ("torch", "transformers", "sglang", "specforge")
+def version_facts(*names: str) -> dict[str, str | None]:
+    """Returns the versions of this package and of the distributions ``names``."""
     return {name: installed(name) for name in names} | {"specforge_dspine": VERSION}

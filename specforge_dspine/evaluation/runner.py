@@ -19,17 +19,19 @@ from transformers import PreTrainedTokenizerBase
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.loop import Trace, decode, truncate
 from specforge_dspine.decoding.replay import check_greedy, replay, response_span
+from specforge_dspine.decoding.sampling import Sampling
 from specforge_dspine.evaluation.benchmarks import EvaluationSet, Prompt
 from specforge_dspine.evaluation.loading import TargetVerifier
 from specforge_dspine.evaluation.options import EvaluateOptions
+from specforge_dspine.evaluation.results import Record
 from specforge_dspine.streaming.record import read_record
 from specforge_dspine.utils.chat_template import Message, prompt_ids, response_text, unfinished_reasoning
 from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.ledger import Ledger
 
-Record = dict[str, Any]
-"""A line of rounds.jsonl: one response."""
+KEY = ("set", "prompt", "turn", "temperature")
+"""Fields that identify a record."""
 
 
 class ReplayMismatchError(RunError):
@@ -45,10 +47,10 @@ class Job(NamedTuple):
     turn: int
     place: int
 
-    def facts(self) -> Record:
-        """What identifies the response in its record."""
-        name = self.prompt.name
-        return {"set": self.set_name, "prompt": name, "turn": self.turn, "temperature": self.temperature}
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The values of ``KEY`` in the response's record."""
+        return self.set_name, self.prompt.name, self.turn, self.temperature
 
 
 class EvaluationRunner:
@@ -70,7 +72,9 @@ class EvaluationRunner:
     ) -> None:
         self.drafter, self.target, self.tokenizer = drafter, target, tokenizer
         self.options, self.ledger, self.stop, self.max_length = options, ledger, stop, max_length
-        self.records = {record_key(record): record for record in ledger.kept()}
+        self.records: dict[tuple[Any, ...], Record] = {
+            tuple(record[name] for name in KEY): record for record in ledger.kept()
+        }
 
     def run(self, sets: Sequence[EvaluationSet]) -> int:
         """Decode what the ledger lacks and keep it there, one by one; returns how many records it then holds.
@@ -89,13 +93,12 @@ class EvaluationRunner:
         tokens = rounds = 0
         with tqdm(jobs, desc="responses", unit=" response", smoothing=0) as bar:
             for job in bar:
-                key = record_key(job.facts())
-                if key not in self.records:
-                    self.records[key] = self._record(job)
-                    self.ledger.keep(to_line(self.records[key]))
+                if job.key not in self.records:
+                    self.records[job.key] = self._record(job)
+                    self.ledger.keep(to_line(self.records[job.key]))
                     self.ledger.commit()
-                if "trace" in self.records[key]:
-                    trace = Trace.from_json(self.records[key]["trace"])
+                if "trace" in self.records[job.key]:
+                    trace = Trace.from_json(self.records[job.key]["trace"])
                     tokens, rounds = tokens + trace.tokens, rounds + len(trace.rounds)
                     bar.set_postfix_str(f"τ {tokens / max(rounds, 1):.3f}", refresh=False)
         return len(self.records)
@@ -103,7 +106,7 @@ class EvaluationRunner:
     def _record(self, job: Job) -> Record:
         started = time.monotonic()
         found = self._decode_prompt(job) if job.prompt.record is None else self._decode_captured(job)
-        return job.facts() | found | {"seconds": round(time.monotonic() - started, 3)}
+        return dict(zip(KEY, job.key, strict=True)) | found | {"seconds": round(time.monotonic() - started, 3)}
 
     def _decode_captured(self, job: Job) -> Record:
         """The rounds over a record's prompt; replayed where decoding is greedy."""
@@ -129,7 +132,7 @@ class EvaluationRunner:
         if job.prompt.system is not None:
             history.append({"role": "system", "content": job.prompt.system})
         for turn in range(job.turn):
-            record = self.records[record_key(job._replace(turn=turn).facts())]
+            record = self.records[job._replace(turn=turn).key]
             if "skipped" in record:
                 return {"skipped": "an earlier turn was skipped"}
             history.append({"role": "user", "content": job.prompt.turns[turn]})
@@ -145,8 +148,8 @@ class EvaluationRunner:
         """The rounds over a response that the target verifies, or why there is no room for one."""
         needed = len(prompt) + self.options.max_new_tokens + self.drafter.proposals
         if needed > self.max_length:
-            limit = f"the target has room for {self.max_length}"
-            return {"skipped": f"prompt and response may take {needed} tokens, {limit}"}
+            room = f"the target has room for {self.max_length}"
+            return {"skipped": f"prompt and response may take {needed} tokens, {room}"}
         return {"trace": asdict(self._decode(job, prompt, self.options.max_new_tokens))}
 
     def _decode(self, job: Job, prompt: list[int], length: int) -> Trace:
@@ -157,12 +160,7 @@ class EvaluationRunner:
             prompt,
             max_new_tokens=length,
             stop=self.stop,
-            sampling=self.options.sampling(job.temperature),
+            sampling=Sampling(job.temperature, self.options.top_p, self.options.top_k),
             generator=torch.Generator(self.target.device).manual_seed(int.from_bytes(seed[:7], "big")),
             name=job.prompt.name,
         )
-
-
-def record_key(record: Record) -> tuple[str, int]:
-    """Returns what identifies a response."""
-    return f"{record['temperature']:g} {record['set']} {record['prompt']}", record["turn"]

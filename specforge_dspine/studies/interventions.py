@@ -25,11 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
-from specforge_dspine.decoding.proposal import propose_by_walk
+from specforge_dspine.decoding.proposal import propose
 from specforge_dspine.decoding.sampling import GREEDY
-from specforge_dspine.decoding.transition_cache import transition_cache
 from specforge_dspine.modeling.draft_model import DraftOutput, DSpineDraftModel
 from specforge_dspine.objective.curriculum import sample_generator
 from specforge_dspine.studies.branches import Branches, block_view, draft_from, history
@@ -221,15 +219,12 @@ def choices(
 
     They are the backbone's and, with ``refine``, those of the greedy walk that decoding takes.
     """
-    draft, head = drafter.draft, drafter.head
-    excluded = excluded_mask(draft.settings, draft.mask_token_id, len(head), head.device)
-    hidden, before = (states[0, :, 1 : proposals + 1] for states in (out.hidden, out.pre_injection))
-    ids, _ = candidates(head, hidden, excluded, draft.settings.top_k)
-    by_output = {BACKBONE: ids[..., 0]}
-    if refine:
-        scores = transition_cache(draft, head, before, ids, anchor)
-        by_output[REFINED] = propose_by_walk(scores, ids, GREEDY).tokens
-    return by_output
+    hidden, before = (states[0, :, : proposals + 1] for states in (out.hidden, out.pre_injection))
+
+    def choose(refined: bool) -> Tensor:
+        return propose(drafter.draft, drafter.head, hidden, before, anchor, GREEDY, refine=refined).tokens
+
+    return {BACKBONE: choose(False)} | ({REFINED: choose(True)} if refine else {})
 
 
 def position_groups(block: int) -> dict[str, Sequence[int]]:

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
+from specforge_dspine.decoding.proposal import candidates
 from specforge_dspine.modeling.blocks import forward_blocks
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.objective.curriculum import draw_blocks
@@ -102,8 +102,7 @@ def captured_states(
     at = (0, rows.block[kept], rows.slot[kept])
     choices: dict[str, Tensor] = {}
     if with_choices:
-        excluded = excluded_mask(draft.settings, draft.mask_token_id, len(drafter.head), device)
-        options, _ = candidates(drafter.head, out.hidden[at], excluded, draft.settings.top_k)
+        options, _ = candidates(draft, drafter.head, out.hidden[at])
         choices[BACKBONE] = options[:, 0]
         if drafter.refine:
             refined = draft.refine(out.pre_injection[at].float(), rows.predecessor[kept])

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from specforge_dspine.evaluation.benchmarks import Prompt
-from specforge_dspine.studies.inputs import StudyOptions, open_draft_and_target, open_features, record_of
+from specforge_dspine.studies.inputs import StudyOptions, open_features, open_study, record_of
 from specforge_dspine.studies.readout import LayerStates, Readouts, captured_states, count_right, fit, merged
 from specforge_dspine.studies.report import PAPER, draw_readout, readout_markdown, write_results
 from specforge_dspine.studies.statistics import readout_figures
@@ -37,7 +37,7 @@ class ReadoutOptions(StudyOptions):
 
 def run_readout(options: ReadoutOptions) -> str:
     """Fit and measure the readouts; returns the page that ``--out`` gets too."""
-    drafter, target, facts = open_draft_and_target(options)
+    drafter, target, facts = open_study(options)
     train = open_features(options.train, options.train_limit, target).prompts
     heldout = open_features(options.heldout, options.limit, target).prompts
     if shared := {prompt.name for prompt in train} & {prompt.name for prompt in heldout}:

@@ -14,7 +14,7 @@ from specforge_dspine.decoding.drafter import BlockDrafter, draft_all_anchors
 from specforge_dspine.evaluation.benchmarks import Prompt
 from specforge_dspine.studies import report
 from specforge_dspine.studies.branches import encode
-from specforge_dspine.studies.inputs import StudyOptions, open_draft_and_target, open_features, record_of
+from specforge_dspine.studies.inputs import StudyOptions, open_features, open_study, record_of
 from specforge_dspine.studies.interventions import carried, codes, predecessor, proposals_right, timing, whole_blocks
 from specforge_dspine.studies.statistics import intervention_figures
 from specforge_dspine.utils.cli import option
@@ -31,7 +31,7 @@ class TimingOptions(StudyOptions):
 
 def run_timing(options: TimingOptions) -> str:
     """Intervene on every prompt and write the results; returns the page that ``--out`` gets too."""
-    drafter, target, facts = open_draft_and_target(options)
+    drafter, target, facts = open_study(options)
     block = drafter.proposals + 1
     k = max(0, block // 2 - 2) if options.history is None else options.history
     if not 0 <= k <= block - 3:

@@ -29,7 +29,7 @@ from specforge_dspine.ablate.statistics import (
     taus,
     verdict,
 )
-from specforge_dspine.ablate.variants import VARIANTS, Variant, parse_variants
+from specforge_dspine.ablate.variants import VARIANTS, parse_variants
 from specforge_dspine.decoding.loop import Round, Trace
 from specforge_dspine.training.recipe import load_recipe
 from tests.support import ROOT
@@ -237,7 +237,7 @@ BIDIRECTIONAL = WITHOUT_INJECTION | {"causal": False}
     ],
 )
 def test_a_variant_differs_from_the_recipe_in_its_fields_alone(toy: Path, name: str, differing: Any) -> None:
-    full, other = (load_recipe(toy / "recipe.yaml", VARIANTS[each].overrides) for each in ("full", name))
+    full, other = (load_recipe(toy / "recipe.yaml", VARIANTS[each]) for each in ("full", name))
     before, after = (each.resolved()["dspine"] for each in (full, other))
     assert {key: value for key, value in after.items() if value != before[key]} == differing
     assert other.specforge_config == full.specforge_config and after.keys() == before.keys()
@@ -245,7 +245,7 @@ def test_a_variant_differs_from_the_recipe_in_its_fields_alone(toy: Path, name: 
 
 def test_the_baseline_is_the_dflash_recipes() -> None:
     folder = ROOT / "recipes"
-    variant = load_recipe(folder / "smollm2_cpu.yaml", VARIANTS["dflash"].overrides)
+    variant = load_recipe(folder / "smollm2_cpu.yaml", VARIANTS["dflash"])
     assert variant.dspine == load_recipe(folder / "smollm2_cpu_dflash.yaml").dspine
 
 
@@ -264,7 +264,7 @@ def test_the_ablation_recipe_is_the_demos_trained_offline() -> None:
 def test_custom_variants() -> None:
     own = parse_variants(["full", "small:dspine.message_size=4,dspine.target_layer_ids=[0,2],dspine.top_k=2"])
     overrides = ("dspine.message_size=4", "dspine.target_layer_ids=[0,2]", "dspine.top_k=2")
-    assert own == [VARIANTS["full"], Variant("small", overrides)]
+    assert own == {"full": VARIANTS["full"], "small": overrides}
     for given, message in (
         (["full", "full"], "variant 'full' occurs twice"),
         (["full:dspine.top_k=2"], "needs a new name"),

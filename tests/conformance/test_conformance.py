@@ -18,11 +18,12 @@ from torch import Tensor
 from specforge_dspine.conformance import checks
 from specforge_dspine.conformance.__main__ import main
 from specforge_dspine.conformance.checks import conformance
-from specforge_dspine.conformance.vectors import INPUTS, VectorFileError
+from specforge_dspine.conformance.vectors import INPUTS
 from specforge_dspine.decoding.proposal import Proposal
 from specforge_dspine.modeling import draft_model as model
 from specforge_dspine.modeling import injection
 from specforge_dspine.objective import loss
+from specforge_dspine.utils.errors import InvalidFileError
 from tests.support import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -147,7 +148,7 @@ def test_a_quantity_of_another_shape_is_off(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize("key", ["rows/candidates", "decode/candidates"])
 def test_candidates_of_another_shape_are_named(tmp_path: Path, key: str, dtype: torch.dtype) -> None:
     file = copy_of(FILES[0], tmp_path, tensors=lambda t: t.update({key: t[key][:-1].contiguous()}))
-    with pytest.raises(VectorFileError, match=f"{key} is .*, expected"):
+    with pytest.raises(InvalidFileError, match=f"{key} is .*, expected"):
         conformance(file, dtype)
 
 
@@ -217,7 +218,7 @@ def test_files_that_are_no_vector_files_are_refused(tmp_path: Path, capsys: pyte
     errors = capsys.readouterr().err.splitlines()
     assert [error.startswith("error: ") for error in errors] == [True] * 3
     assert "torn.safetensors is not a safetensors file" in errors[1] and "alone.json" in errors[2]
-    with pytest.raises(VectorFileError):
+    with pytest.raises(InvalidFileError):
         conformance(tmp_path / "torn.safetensors", torch.float64)
 
 
@@ -246,7 +247,7 @@ def unscaled_codes(self: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 BUGS = {
-    "the walk ignores its predecessor": (checks, "propose_by_walk", backbone_only, {"decode/greedy"}),
+    "the walk ignores its predecessor": (checks, "walk", backbone_only, {"decode/greedy"}),
     "RMS(u) omitted": (
         injection.AdjacentCausalInjection,
         "write",

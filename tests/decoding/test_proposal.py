@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
-from specforge_dspine.decoding.last_write_refinement import refine_sequentially
-from specforge_dspine.decoding.proposal import propose
+from specforge_dspine.decoding.proposal import candidates, excluded_mask, propose, walk
 from specforge_dspine.decoding.sampling import GREEDY, Sampling, distribution
-from specforge_dspine.decoding.transition_cache import path_probabilities, transition_cache, walk
+from specforge_dspine.decoding.transition_cache import path_probabilities, refine_sequentially, transition_cache
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 from tests.support.chi_square import p_value
-from tests.support.drafts import HIDDEN, MASK_ID, TAPS, VOCAB, make_batch, make_blocks, make_model
+from tests.support.drafts import HIDDEN, TAPS, VOCAB, make_batch, make_blocks, make_model
 
 WARM = Sampling(temperature=0.8)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of scores, relative to the largest one of the block
@@ -24,14 +22,21 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def walked_path(
+    scores: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The indices [.., M] of a walk's candidates, and what they were drawn from [.., M, K]."""
+    proposal = walk(scores, torch.arange(scores.shape[-1]).expand(scores.shape[:-1]), sampling, generator)
+    return proposal.tokens, proposal.q
+
+
 def blocks_of(dtype: torch.dtype, count: int = 4) -> tuple[DSpineTrainingModel, Tensor, Tensor, Tensor]:
     """A model, pre-injection states u_L of ``count`` blocks [N, M, H], their candidates [N, M, K] and anchors [N]."""
     model, batch = make_model(dtype=dtype), make_batch(1, 20 + count, dtype=dtype)
     blocks = make_blocks([list(range(4, 4 + count))])
     with torch.no_grad():
         out = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
-        excluded = excluded_mask(model.draft_model.settings, MASK_ID, VOCAB, torch.device("cpu"))
-        ids, _ = candidates(model.lm_head.weight, out.hidden[0, :, 1:], excluded, model.draft_model.settings.top_k)
+        ids, _ = candidates(model.draft_model, model.lm_head.weight, out.hidden[0, :, 1:])
     return model, out.pre_injection[0, :, 1:], ids, batch["input_ids"][0, blocks.anchors[0]]
 
 
@@ -42,7 +47,7 @@ def test_cache_equals_refining_step_by_step(dtype: torch.dtype) -> None:
     model, pre, ids, anchors = blocks_of(dtype, 40)
     scores = transition_cache(model.draft_model, model.lm_head.weight, pre, ids, anchors)
     assert scores.dtype is torch.float32
-    walked, _ = walk(scores, GREEDY)
+    walked, _ = walked_path(scores, GREEDY)
     compared = 0
     for block, cache in enumerate(scores):
         states = (pre[block], ids[block], anchors[block])
@@ -67,7 +72,7 @@ def test_drawing_step_by_step_draws_the_same() -> None:
     draft, head = model.draft_model, model.lm_head.weight
     scores = transition_cache(draft, head, pre, ids, anchors)
     for block, cache in enumerate(scores):
-        walked, q = walk(cache, WARM, seeded(block))
+        walked, q = walked_path(cache, WARM, seeded(block))
         states = (pre[block], ids[block], anchors[block])
         path, rows = refine_sequentially(draft, head, *states, WARM, seeded(block))
         assert torch.equal(walked, path)
@@ -78,10 +83,10 @@ def test_drawing_step_by_step_draws_the_same() -> None:
 def test_a_walk_says_what_it_really_drew_from() -> None:
     model, pre, ids, anchors = blocks_of(torch.float32)
     scores = transition_cache(model.draft_model, model.lm_head.weight, pre, ids, anchors)
-    path, q = walk(scores, WARM, seeded())
+    path, q = walked_path(scores, WARM, seeded())
     torch.testing.assert_close(q, path_probabilities(scores, path, WARM.temperature))
     narrow = Sampling(temperature=0.8, top_k=2)
-    path, q = walk(scores, narrow, seeded())
+    path, q = walked_path(scores, narrow, seeded())
     assert ((q > 0).sum(-1) == 2).all() and (q.gather(-1, path.unsqueeze(-1)) > 0).all()
 
 
@@ -90,7 +95,7 @@ def test_draws_follow_the_rows_of_the_cache() -> None:
     """Frequencies of two-step paths against softmax(row / temperature), by χ² (p > 0.001)."""
     scores = torch.randn(2, 3, 3, generator=seeded(3))
     many = scores.expand(20_000, 2, 3, 3)
-    path, _ = walk(many, WARM, seeded(4))
+    path, _ = walked_path(many, WARM, seeded(4))
     first, second = distribution(scores[0, 0], WARM), distribution(scores[1], WARM)
     observed = torch.bincount(path[:, 0] * 3 + path[:, 1], minlength=9)
     assert p_value(observed, (first[:, None] * second).flatten()) > 1e-3
@@ -115,9 +120,9 @@ def test_padded_rows_mask_and_reserved_ids_are_never_proposed() -> None:
         model.lm_head.weight[50:] *= 100
         model.lm_head.weight[[7, 9]] *= 100
     out = model.forward_blocks(batch["input_ids"], batch["hidden_states"], blocks)
-    excluded = excluded_mask(model.draft_model.settings, MASK_ID, VOCAB, torch.device("cpu"))
+    excluded = excluded_mask(model.draft_model, model.lm_head.weight)
     assert excluded.nonzero().flatten().tolist() == [7, 9, *range(50, VOCAB)]
-    ids, logits = candidates(model.lm_head.weight, out.hidden, excluded, 6)
+    ids, logits = candidates(model.draft_model, model.lm_head.weight, out.hidden)
     assert not excluded[ids].any() and torch.isfinite(logits).all()
     anchors = batch["input_ids"].gather(1, blocks.anchors)
     states = (model.draft_model, model.lm_head.weight, out.hidden, out.pre_injection, anchors)
@@ -132,7 +137,7 @@ def test_walk_follows_rows_and_breaks_ties_to_the_lowest() -> None:
     scores[1, 2] = torch.tensor([0.0, 5.0, 5.0])  # a tie after candidate 2: index 1
     scores[1, 0] = torch.tensor([9.0, 0.0, 0.0])
     scores[2, 1] = torch.tensor([3.0, 3.0, 3.0])
-    assert walk(scores, GREEDY)[0].tolist() == [2, 1, 0]
+    assert walked_path(scores, GREEDY)[0].tolist() == [2, 1, 0]
     probabilities = path_probabilities(scores, torch.tensor([2, 1, 0]), 0.5)
     assert torch.allclose(probabilities[1], torch.softmax(torch.tensor([0.0, 10.0, 10.0]), -1))
     assert torch.allclose(probabilities.sum(-1), torch.ones(3))
@@ -148,7 +153,7 @@ def test_constructed_ties_go_to_the_lowest_candidate() -> None:
     ids = torch.arange(draft.settings.top_k).expand(*pre.shape[:2], -1)
     head[: 2 * half] = torch.eye(HIDDEN)[3 : 3 + half].repeat(2, 1)
     scores = transition_cache(draft, head, pre, ids, anchors)
-    walked, _ = walk(scores, GREEDY)
+    walked, _ = walked_path(scores, GREEDY)
     assert (walked < half).all() and walked.unique().numel() > 1
     for block in range(len(pre)):
         path, rows = refine_sequentially(draft, head, pre[block], ids[block], anchors[block], GREEDY)

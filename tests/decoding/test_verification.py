@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from specforge_dspine.decoding.candidates import candidates, excluded_mask
 from specforge_dspine.decoding.drafter import BlockDrafter
 from specforge_dspine.decoding.loop import decode
-from specforge_dspine.decoding.proposal import Proposal, propose_by_walk
+from specforge_dspine.decoding.proposal import Proposal, candidates, walk
 from specforge_dspine.decoding.sampling import Sampling, distribution, draw
 from specforge_dspine.decoding.transition_cache import transition_cache
 from specforge_dspine.decoding.verification import verify, verify_greedy, verify_sampled
@@ -80,10 +79,9 @@ def one_round_each(target: Qwen3ForCausalLM, sampling: Sampling, *, wrong: bool 
     taps = verifier(target).start(prompt[:-1]).taps
     with torch.inference_mode():
         out = drafter.block(prompt[-1], taps)
-        excluded = excluded_mask(drafter.draft.settings, VOCAB - 1, VOCAB, taps.device)
-        ids, _ = candidates(drafter.head, out.hidden[0, 0, 1:], excluded, drafter.draft.settings.top_k)
+        ids, _ = candidates(drafter.draft, drafter.head, out.hidden[0, 0, 1:])
         scores = transition_cache(drafter.draft, drafter.head, out.pre_injection[0, 0, 1:], ids, prompt[-1])
-        proposal = propose_by_walk(scores.expand(BATCH, -1, -1, -1), ids.expand(BATCH, -1, -1), sampling, generator)
+        proposal = walk(scores.expand(BATCH, -1, -1, -1), ids.expand(BATCH, -1, -1), sampling, generator)
     logits = following(target, every_path(JOINT))[number(proposal.tokens)]  # [n, M + 1, V]
     accepted, token = verify(logits, other_q(proposal) if wrong else proposal, sampling, generator)
     responses = torch.where(torch.arange(JOINT) < accepted.unsqueeze(-1), proposal.tokens, 0)

@@ -201,7 +201,7 @@ def test_other_inputs_are_refused_and_named(world: Path, tmp_path: Path, capsys:
     assert records_of(tmp_path) == before, "finished: nothing is decoded again"
     assert evaluate(words(world, tmp_path, *sets(world), "--limit", "2")) == 2
     assert "limit was 1 and is now 2" in capsys.readouterr().err
-    for extra, named in ((["--seed", "3"], "decoding was"), (["--variant", "unrefined"], "draft was")):
+    for extra, named in ((["--seed", "3"], "decoding.seed was"), (["--variant", "unrefined"], "draft.variant was")):
         assert evaluate(words(world, tmp_path, *sets(world), "--limit", "1", *extra)) == 2
         assert named in capsys.readouterr().err
     draft = str(world / "run" / "export" / ".." / "export" / "sglang")
@@ -216,7 +216,7 @@ def test_other_inputs_are_refused_and_named(world: Path, tmp_path: Path, capsys:
     known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     config.write_text(json.dumps(known | {"eos_token_id": 77}), encoding="utf-8")
     assert evaluate(words(world, tmp_path, *sets(world), "--limit", "2", "--target", target)) == 2
-    assert "'end_ids': [" in capsys.readouterr().err
+    assert "target.end_ids was [" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

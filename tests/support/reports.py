@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specforge_dspine.decoding.loop import Trace
-from specforge_dspine.evaluation.metrics import summary, tau_difference
+from specforge_dspine.evaluation.results import summary, tau_difference
 from specforge_dspine.utils.files import as_json
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specforge_dspine.decoding.loop import Round, Trace
-from specforge_dspine.evaluation.metrics import (
+from specforge_dspine.evaluation.results import (
     acceptance_by_position,
     accepted_lengths,
     mean_tau,
