@@ -15,6 +15,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from specforge.training.assembly import build_model_bundle
+
 from specforge_dspine.export import export_run
 from specforge_dspine.formats.config_json import LAYOUTS, refuse_unservable
 from specforge_dspine.training.distributed import on_every_rank, process_group
@@ -26,7 +28,6 @@ from specforge_dspine.training.resume_contract import refuse_changes
 from specforge_dspine.training.run_checkpoints import checkpoint_step
 from specforge_dspine.training.run_dir import check_run_dir, exclusive, initialize_run_dir, restore_best
 from specforge_dspine.training.run_logger import RunLogger
-from specforge_dspine.training.specforge_internals import build_model_bundle
 from specforge_dspine.training.trainers import build_trainer
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import CheckpointError, RecipeError

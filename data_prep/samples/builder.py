@@ -18,8 +18,8 @@ from data_prep.readers.chunks import Chunk
 from data_prep.samples.rendering import render_response
 from specforge_dspine.utils.chat_template import THINKING, Message, end_ids
 from specforge_dspine.utils.cli import Options, option
+from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import to_line
-from specforge_dspine.utils.invalid_row import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

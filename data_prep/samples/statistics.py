@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 FIGURES = ("tokens", "supervised tokens", "anchors")
 EXAMPLES = 5  # places that a warning names

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from specforge.training.assembly import build_model_bundle
 
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.formats.writer import write_checkpoint
 from specforge_dspine.modeling.draft_config import small_draft_config
-from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.draft_model import DSpineDraftModel, meta_draft
 from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.state_dict import READY, TABLE
 from specforge_dspine.training import plan as planning
 from specforge_dspine.training.plan import make_plan
-from specforge_dspine.training.plan_parts import FeaturePlan, Plan, StreamPlan, meta_draft
+from specforge_dspine.training.plan_parts import FeaturePlan, Plan, StreamPlan
 from specforge_dspine.training.recipe import check_recipe
-from specforge_dspine.training.specforge_internals import build_model_bundle
 from specforge_dspine.utils.errors import RecipeError
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import model_fingerprint
 from tests.support.features import write_features
 from tests.support.small import save_tokenizer, tiny_recipe, write_samples
 from tests.support.targets import build_llama, build_qwen3
