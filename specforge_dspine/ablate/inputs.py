@@ -10,8 +10,7 @@ from typing import Any
 from specforge_dspine.evaluation.benchmarks import EvaluationSet
 from specforge_dspine.training.recipe import Recipe
 from specforge_dspine.training.resume_contract import data_identity
-from specforge_dspine.utils.differences import differences
-from specforge_dspine.utils.files import model_fingerprint, read_json, write_json
+from specforge_dspine.utils.files import differences, model_fingerprint, read_json, write_json
 from specforge_dspine.utils.versions import VERSION, installed
 
 INPUTS = "inputs.json"

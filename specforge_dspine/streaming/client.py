@@ -66,15 +66,11 @@ class SGLangClient:
         self._session = requests.Session()
         self._session.trust_env = False  # the server shares our disk: never behind a proxy
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._session.close()
-
     def __enter__(self) -> SGLangClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._session.close()
 
     def generate(
         self,

@@ -55,7 +55,7 @@ def connect_servers(plan: Plan, head: torch.Tensor, stack: contextlib.ExitStack)
     for url in urls:
         capture_dir = Path(options.capture_dir) if options.capture_dir else None
         client = SGLangClient(url, capture_dir=capture_dir, timeout_s=options.request_timeout_s)
-        stack.callback(client.close)
+        stack.enter_context(client)
         client.verify_server(plan.target, head, probe)
         logger.info("capture server verified: %s, plugin %s, records in %s", url, VERSION, client.capture_dir)
         clients.append(client)

@@ -15,6 +15,8 @@ import orjson
 
 from specforge_dspine.utils.errors import InvalidFileError
 
+ABSENT = "absent"  # of a value, in ``differences``
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
@@ -85,6 +87,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def as_json(value: Any) -> Any:
     """``value`` as a JSON file would give it back: tuples become lists."""
     return json.loads(json.dumps(value))
+
+
+def differences(then: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """What differs, as (dotted name, value then, value now); a missing value is ``ABSENT``."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in [*then, *(key for key in now if key not in then)]:
+            yield from differences(then.get(key, ABSENT), now.get(key, ABSENT), f"{name}.{key}" if name else key)
+    elif then != now:
+        yield name, then, now
 
 
 def to_line(value: Any) -> bytes:
