@@ -44,7 +44,9 @@ def run(recipe: Recipe, *, resume: bool) -> int:
     """
     plan = make_plan(recipe, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     with contextlib.ExitStack() as stack:
-        rank = stack.enter_context(process_group(recipe.specforge_config.training))
+        rank = stack.enter_context(
+            process_group(fsdp_sharding=plan.fsdp_sharding, seed=plan.seed, timeout_minutes=plan.dist_timeout)
+        )
 
         def claim() -> str | None:
             stack.enter_context(exclusive(recipe.run_dir))
@@ -54,7 +56,7 @@ def run(recipe: Recipe, *, resume: bool) -> int:
         start_step = on_every_rank(lambda: checkpoint_step(resume_from))
         if rank == 0:
             logger.info("%s", plan.render())
-        bundle = build_model_bundle(recipe.specforge_config, algorithm=plan.algorithm)
+        bundle = build_model_bundle(plan.specforge_config, algorithm=plan.algorithm)
         if resume_from is not None:
             contract = plan.specforge_contract | bundle.strategy_kwargs.resume_contract
             on_every_rank(lambda: refuse_changes(resume_from, contract))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils import set_seed
-from specforge.config.schema import TrainingConfig
 from specforge.distributed import destroy_distributed, init_distributed
 
 from specforge_dspine.training.recipe import as_recipe_error
@@ -18,19 +17,19 @@ from specforge_dspine.utils.errors import RunError
 
 
 @contextlib.contextmanager
-def process_group(training: TrainingConfig) -> Iterator[int]:
-    """Join the ranks' process group, as the recipe's ``training`` has it; yields this process's rank.
+def process_group(*, fsdp_sharding: str, seed: int, timeout_minutes: int) -> Iterator[int]:
+    """Join the ranks' process group, with a seed; yields this process's rank.
 
     The environment is restored at the end: the next run in this process, or a child process, must not meet this
     run's port.
     """
     before = dict(os.environ)
     try:
-        os.environ["FSDP_SHARDING"] = training.fsdp_sharding  # else SpecForge's backend ignores the recipe
-        set_seed(training.seed)
+        os.environ["FSDP_SHARDING"] = fsdp_sharding  # else SpecForge's backend ignores the recipe
+        set_seed(seed)
         with as_recipe_error("launch"):
             bootstrap_single_process_env()
-        init_distributed(timeout=training.dist_timeout)
+        init_distributed(timeout=timeout_minutes)
         try:
             yield dist.get_rank()
         finally:

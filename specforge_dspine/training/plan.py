@@ -17,7 +17,7 @@ from specforge.utils import get_device_type
 from specforge_dspine.streaming.feature_folder import FeatureFolderError, check_features
 from specforge_dspine.streaming.record import TargetIdentity
 from specforge_dspine.training.capture_source import read_samples
-from specforge_dspine.training.plan_parts import FeaturePlan, Plan, RunSchedule, StreamPlan
+from specforge_dspine.training.plan_parts import FeaturePlan, Plan, RunSchedule, StreamPlan, TrainerOptions
 from specforge_dspine.training.recipe import Recipe, as_recipe_error, looked_in
 from specforge_dspine.training.specforge_algorithm import dspine_registry
 from specforge_dspine.utils.errors import RecipeError
@@ -30,6 +30,7 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
         RecipeError: it cannot run as it is; the message says what would.
     """
     config = recipe.specforge_config
+    training = config.training
     check_environment(recipe, ranks)
     algorithm, target, draft_config = resolve_models(recipe)
     source = plan_stream(recipe) if recipe.stream else find_features("data", config.data.hidden_states_path, target)
@@ -42,10 +43,36 @@ def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
                 f"{min(shared)} among them; capture others"
             )
     schedule = make_schedule(config, ranks, len(source.names))
+    workers = config.data.dataloader_num_workers
+    if workers is None:
+        workers = algorithm.providers.model.default_dataloader_num_workers
     settings = draft_config.dspine_config
     if settings["alignment_warmup_steps"] is None:  # the exported draft records what was done
         draft_config.dspine_config = settings | {"alignment_warmup_steps": schedule.warmup_steps}
-    return Plan(recipe, algorithm, target, draft_config, schedule, source, heldout)
+    return Plan(
+        run_id=recipe.run_id,
+        run_dir=recipe.run_dir,
+        seed=training.seed,
+        max_length=recipe.max_length,
+        fsdp_sharding=training.fsdp_sharding,
+        dist_timeout=training.dist_timeout,
+        specforge_config=config,
+        algorithm=algorithm,
+        method=recipe.dspine,
+        target=target,
+        draft_config=draft_config,
+        schedule=schedule,
+        trainer=TrainerOptions(
+            save_interval=training.save_interval,
+            max_checkpoints=training.max_checkpoints,
+            eval_interval=recipe.heldout.interval if recipe.heldout is not None else 0,
+            log_interval=training.log_interval,
+            dataloader_num_workers=workers,
+        ),
+        tracker=tracker_options(config),
+        source=source,
+        heldout=heldout,
+    )
 
 
 def check_environment(recipe: Recipe, ranks: int) -> None:
@@ -168,3 +195,12 @@ def make_schedule(config: Config, ranks: int, samples: int) -> RunSchedule:
         raise RecipeError(f"training.total_steps={total} is below the {steps} steps of this run")
     warmup = int(training.warmup_ratio * total)
     return RunSchedule(ranks, batch, accumulation, epochs, samples, steps, total, warmup)
+
+
+def tracker_options(config: Config) -> dict[str, Any] | None:
+    """Return the options of SpecForge's tracker, runs and projects named; None without a tracker."""
+    if config.tracking.report_to == "none":
+        return None
+    runs = dict.fromkeys(("wandb_name", "swanlab_name", "mlflow_run_name"), config.run_id)
+    projects = dict.fromkeys(("wandb_project", "swanlab_project", "mlflow_experiment_name"), "specforge-dspine")
+    return config.tracking.model_dump() | runs | projects | config.tracking.model_dump(exclude_none=True)

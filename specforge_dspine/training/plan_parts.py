@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from specforge.algorithms.registry import AlgorithmRegistration
+from specforge.config import Config
 from specforge.utils import get_device_type
 
 from specforge_dspine.modeling.draft_model import meta_draft
+from specforge_dspine.modeling.settings import DSpineOptions
 from specforge_dspine.streaming.feature_folder import feature_name
 from specforge_dspine.streaming.record import Sample, TargetIdentity
-from specforge_dspine.training.recipe import Recipe, StreamOptions
+from specforge_dspine.training.recipe import StreamOptions
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,17 @@ class RunSchedule:
     def beyond_max_steps(self) -> int:
         """Samples, in all epochs, behind the last step of ``training.max_steps``."""
         return self.samples * self.num_epochs - self.remainder - self.steps * self.samples_per_step
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """Arguments of SpecForge's trainer beside the schedule, under its own names; intervals in optimizer steps."""
+
+    save_interval: int
+    max_checkpoints: int
+    eval_interval: int
+    log_interval: int
+    dataloader_num_workers: int
 
 
 @dataclass(frozen=True)
@@ -88,11 +102,20 @@ class FeaturePlan:
 class Plan:
     """A run that can start."""
 
-    recipe: Recipe
+    run_id: str
+    run_dir: Path
+    seed: int
+    max_length: int  # tokens of a sample
+    fsdp_sharding: str
+    dist_timeout: int  # minutes of a collective
+    specforge_config: Config  # for SpecForge's own builders
     algorithm: AlgorithmRegistration
+    method: DSpineOptions
     target: TargetIdentity
     draft_config: Any
     schedule: RunSchedule
+    trainer: TrainerOptions
+    tracker: Mapping[str, Any] | None  # options of SpecForge's tracker; None: metrics.jsonl alone
     source: StreamPlan | FeaturePlan
     heldout: FeaturePlan | None
 
@@ -110,18 +133,17 @@ class Plan:
 
     def render(self) -> str:
         """Return the plan as text: topology, layers, sizes, parameter counts, schedule."""
-        recipe, schedule, target = self.recipe, self.schedule, self.target
-        training, method = recipe.specforge_config.training, recipe.dspine
+        training, schedule, method, target = self.specforge_config.training, self.schedule, self.method, self.target
         draft = meta_draft(self.draft_config)
         total = sum(parameter.numel() for parameter in draft.parameters())
         codes = draft.config.vocab_size * method.transfer_rank * method.has_readouts
         lines = {
-            "run": f"{recipe.run_id} in {recipe.run_dir}",
+            "run": f"{self.run_id} in {self.run_dir}",
             "target": f"{target.model_path}: {target.num_layers} layers, H={target.hidden_size}, "
             f"V={target.vocab_size}, {target.dtype}",
             "taps": f"outputs of layers {', '.join(map(str, target.layers))} (0-based) and the final state",
             "features": str(self.source),
-            "trainer": f"{schedule.ranks} rank(s) on {get_device_type()}, {training.fsdp_sharding}, "
+            "trainer": f"{schedule.ranks} rank(s) on {get_device_type()}, {self.fsdp_sharding}, "
             f"attention {training.attention_backend}",
             "draft": f"L={method.num_hidden_layers} B={method.block_size} r={method.transfer_rank} "
             f"a={method.message_size} K={method.top_k}, mask id {draft.mask_token_id}",
@@ -129,20 +151,20 @@ class Plan:
             f"code table {codes:,} fixed (float32)",
             "batch": f"{schedule.batch_size} sequences × {schedule.accumulation_steps} micro-batches × "
             f"{schedule.ranks} ranks = {schedule.samples_per_step} a step, ≤ {training.num_anchors} anchors each, "
-            f"≤ {recipe.max_length} tokens",
+            f"≤ {self.max_length} tokens",
             "data": f"{schedule.samples:,} samples × {schedule.num_epochs} epochs; "
             f"{schedule.remainder:,} fill no whole step, {schedule.beyond_max_steps:,} lie beyond max_steps",
             "schedule": f"{schedule.steps:,} steps of {schedule.total_steps:,}; lr {training.learning_rate:g}, "
             f"warm-up {schedule.warmup_steps} steps, then {training.lr_scheduler}; clip {training.max_grad_norm:g}",
             **self._method(),
         }
-        if self.heldout is not None and recipe.heldout is not None:
-            lines["held out"] = f"{len(self.heldout.files):,} samples every {recipe.heldout.interval} steps"
+        if self.heldout is not None:
+            lines["held out"] = f"{len(self.heldout.files):,} samples every {self.trainer.eval_interval} steps"
         return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
 
     def _method(self) -> dict[str, str]:
         """What of the method is on, and its schedules over the steps."""
-        method, total = self.recipe.dspine, self.schedule.total_steps
+        method, total = self.method, self.schedule.total_steps
         parts = [name for name in ("injection", "refinement") if getattr(method, name)]
         blocks = "block-causal" if method.causal else "bidirectional blocks"
         text = ", ".join([blocks, *parts, f"α = {method.ce_weight:g}"])

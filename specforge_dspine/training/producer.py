@@ -38,11 +38,11 @@ def connect_servers(plan: Plan, head: torch.Tensor, stack: contextlib.ExitStack)
     assert isinstance(plan.source, StreamPlan)
     options, urls = plan.source.options, list(plan.source.options.servers)
     if options.managed is not None:
-        logger.info("starting the capture server (log: %s/server.log)", plan.recipe.run_dir)
+        logger.info("starting the capture server (log: %s/server.log)", plan.run_dir)
         with as_recipe_error("stream.managed"):
             server = ManagedServer(
                 plan.target.model_path,
-                plan.recipe.run_dir,
+                plan.run_dir,
                 plan.target.layers,
                 dtype=plan.target.dtype,
                 **options.managed.model_dump(),
@@ -71,18 +71,17 @@ class Producer:
 
     def __init__(self, plan: Plan, clients: list[SGLangClient], start_step: int) -> None:
         assert isinstance(plan.source, StreamPlan)
-        recipe, per_step = plan.recipe, plan.schedule.samples_per_step
-        folder, log = capture_source.stream_folder(recipe.run_dir), recipe.run_dir / DELIVERY_LOG
+        per_step, log = plan.schedule.samples_per_step, plan.run_dir / DELIVERY_LOG
         slots = range(start_step * per_step, plan.schedule.steps * per_step)
         self.error: BaseException | None = None
         self.started = False
-        self.channel = StreamingRefChannel(str(folder / capture_source.CHANNEL))
+        self.channel = StreamingRefChannel(str(capture_source.stream_folder(plan.run_dir) / capture_source.CHANNEL))
         self.source = capture_source.CaptureSource(
             clients,
-            capture_source.PromptPlan(plan.source.samples, recipe.specforge_config.training.seed),
-            capture_source.record_store(recipe.run_dir),
+            capture_source.PromptPlan(plan.source.samples, plan.seed),
+            capture_source.record_store(plan.run_dir),
             plan.target,
-            run_id=recipe.run_id,
+            run_id=plan.run_id,
             max_dropped=plan.source.options.max_dropped,
             log=log,
             state=capture_source.resume_delivery(log, slots.start),
@@ -92,7 +91,7 @@ class Producer:
             prompts=[{"task_id": f"slot-{slot:09d}", "payload": {"slot": slot}} for slot in slots],
             feature_store=self.source.store,
             channel=self.channel,
-            run_id=recipe.run_id,
+            run_id=plan.run_id,
             target_hidden_size=plan.target.hidden_size,
             target_vocab_size=plan.target.vocab_size,
             aux_hidden_state_layer_ids=plan.target.layers,
@@ -131,8 +130,7 @@ def capture_producer(plan: Plan, head: torch.Tensor, start_step: int) -> Iterato
     Raises:
         RunError: the stream ended before the run did; further errors as ``connect_servers``.
     """
-    run_dir, schedule = plan.recipe.run_dir, plan.schedule
-    folder = capture_source.stream_folder(run_dir)
+    folder, schedule = capture_source.stream_folder(plan.run_dir), plan.schedule
     producer: Producer | None = None
     with contextlib.ExitStack() as stack:
 
@@ -154,6 +152,6 @@ def capture_producer(plan: Plan, head: torch.Tensor, start_step: int) -> Iterato
             if producer is not None and producer.started:
                 producer.stop()
                 report = vars(producer.source.state) | {"remainder": schedule.remainder}
-                write_json(run_dir / "stream.json", report | {"beyond_max_steps": schedule.beyond_max_steps})
+                write_json(plan.run_dir / "stream.json", report | {"beyond_max_steps": schedule.beyond_max_steps})
                 if dropped := len(report["dropped"]):
-                    logger.info("%d records were dropped and replaced: see %s/stream.json", dropped, run_dir)
+                    logger.info("%d records were dropped and replaced: see %s/stream.json", dropped, plan.run_dir)

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from specforge.config import Config
 from specforge.training.tracking import create_tracker_logger, scalar_metrics
 
 from specforge_dspine.training.plan_parts import Plan
@@ -35,10 +34,10 @@ class RunLogger:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.rank, self.steps = rank, plan.schedule.steps
         self._micro_batches = plan.schedule.ranks * plan.schedule.accumulation_steps
-        self._path = plan.recipe.run_dir / METRICS_FILE
+        self._path = plan.run_dir / METRICS_FILE
         self._tracker = None
-        if options := tracker_options(plan.recipe.specforge_config):
-            self._tracker = create_tracker_logger(SimpleNamespace(**options), str(plan.recipe.run_dir))
+        if plan.tracker is not None:
+            self._tracker = create_tracker_logger(SimpleNamespace(**plan.tracker), str(plan.run_dir))
 
     def __call__(self, metrics: dict[str, Any], step: int) -> None:
         values = scalar_metrics(metrics)
@@ -60,15 +59,6 @@ class RunLogger:
         """Close the tracker."""
         if self._tracker is not None:
             self._tracker.close()
-
-
-def tracker_options(config: Config) -> dict[str, Any] | None:
-    """Return the options of SpecForge's tracker, runs and projects named; None without a tracker."""
-    if config.tracking.report_to == "none":
-        return None
-    runs = dict.fromkeys(("wandb_name", "swanlab_name", "mlflow_run_name"), config.run_id)
-    projects = dict.fromkeys(("wandb_project", "swanlab_project", "mlflow_experiment_name"), "specforge-dspine")
-    return config.tracking.model_dump() | runs | projects | config.tracking.model_dump(exclude_none=True)
 
 
 def rates(values: dict[str, float], micro_batches: int) -> dict[str, float]:

@@ -39,21 +39,16 @@ def build_trainer(
 
     Every rank calls it. ``start_step``: optimizer steps of the checkpoint ``resume_from``; 0 without one.
     """
-    recipe, schedule = plan.recipe, plan.schedule
-    training, workers = recipe.specforge_config.training, recipe.specforge_config.data.dataloader_num_workers
-    if workers is None:
-        workers = plan.algorithm.providers.model.default_dataloader_num_workers
+    schedule = plan.schedule
     arguments = {
-        **training.model_dump(include={"save_interval", "max_checkpoints", "log_interval"}),
-        "eval_interval": recipe.heldout.interval if recipe.heldout else 0,
-        "dataloader_num_workers": workers,
-        "run_id": recipe.run_id,
-        "output_dir": str(recipe.run_dir),
+        **vars(plan.trainer),
+        "run_id": plan.run_id,
+        "output_dir": str(plan.run_dir),
         "batch_size": schedule.batch_size,
         "accumulation_steps": schedule.accumulation_steps,
         "max_steps": schedule.steps,
         "total_steps": schedule.total_steps,
-        "optimizer_factory": optimizer_factory(recipe.specforge_config),
+        "optimizer_factory": optimizer_factory(plan.specforge_config),
         "eval_data_factory": tuple,  # makes SpecForge evaluate; train_windows replaces what it does then
         "logger": logger,
         "strategy_kwargs": bundle.strategy_kwargs,
@@ -66,7 +61,7 @@ def build_trainer(
         else:
             trainer = streamed_trainer(plan, bundle.model, rank, start_step, arguments)
     provider = plan.algorithm.providers.offline_for("text")
-    samples = HeldoutSamples(plan.heldout.files if plan.heldout else (), provider, recipe.max_length)
+    samples = HeldoutSamples(plan.heldout.files if plan.heldout else (), provider, plan.max_length)
 
     def evaluate_heldout() -> dict[str, float]:
         ctx = StepContext(global_step=trainer.global_step, total_steps=schedule.total_steps)
@@ -94,30 +89,28 @@ def epoch_refs(refs: list[SampleRef], epoch: int, *, seed: int, rank: int, ranks
 
 def offline_trainer(plan: Plan, folder: str, model: Any, rank: int, arguments: dict[str, Any]) -> Trainer:
     """Build a trainer over the feature files in ``folder``."""
-    recipe, provider = plan.recipe, plan.algorithm.providers.offline_for("text")
+    provider = plan.algorithm.providers.offline_for("text")
     refs = provider.build_reader(
         folder,
-        run_id=recipe.run_id,
+        run_id=plan.run_id,
         ttt_length=7,  # SpecForge's default, of other algorithms
-        max_len=recipe.max_length,
+        max_len=plan.max_length,
     ).read()
 
     def refs_for_epoch(epoch: int) -> list[SampleRef]:
-        return epoch_refs(
-            refs, epoch, seed=recipe.specforge_config.training.seed, rank=rank, ranks=plan.schedule.ranks
-        )
+        return epoch_refs(refs, epoch, seed=plan.seed, rank=rank, ranks=plan.schedule.ranks)
 
     return Trainer(
         algorithm_name=plan.algorithm.name,
         make_step_strategy=plan.algorithm.providers.step.build,
-        controller=DataFlowController(recipe.run_id, metadata_store=NoOpMetadataStore(), enable_sample_queue=False),
-        store=LocalFeatureStore(recipe.run_id),
+        controller=DataFlowController(plan.run_id, metadata_store=NoOpMetadataStore(), enable_sample_queue=False),
+        store=LocalFeatureStore(plan.run_id),
         ref_source={"refs": refs_for_epoch(0), "refs_for_epoch": refs_for_epoch},
         model=model,
         target_head=None,
         num_epochs=plan.schedule.num_epochs,
         collate_fn=provider.build_collator(),
-        per_sample_transform=provider.build_normalizer(recipe.max_length),
+        per_sample_transform=provider.build_normalizer(plan.max_length),
         durable_ack=False,
         checkpoint_extra={"offline_files": len(refs)},
         **arguments,
@@ -129,7 +122,7 @@ def streamed_trainer(plan: Plan, model: Any, rank: int, start_step: int, argumen
 
     A resumed run starts a new ledger, with a marker at the checkpoint's ``start_step``.
     """
-    folder = stream_folder(plan.recipe.run_dir)
+    folder = stream_folder(plan.run_dir)
     ledger_path = str(folder / "ledger.sqlite")
     if rank == 0 and arguments["resume_from"] is not None:
         ledger = SQLiteMetadataStore(ledger_path)
@@ -137,7 +130,7 @@ def streamed_trainer(plan: Plan, model: Any, rank: int, start_step: int, argumen
         ledger.close()
     return build_disagg_online_consumer(
         algorithm=plan.algorithm,
-        feature_store=record_store(plan.recipe.run_dir),
+        feature_store=record_store(plan.run_dir),
         channel=StreamingRefChannel(str(folder / CHANNEL)),
         draft_model=model,
         metadata_db_path=ledger_path,

@@ -296,7 +296,7 @@ def test_a_warm_start_keeps_the_drafts_shape_and_takes_the_recipes_settings(toy:
 
 def test_a_warm_start_loads_the_drafts_weights_and_its_own_table(toy: Path, checkpoint: Path) -> None:
     plan = resolve(toy, model={"draft_checkpoint_path": str(checkpoint)})
-    draft = build_model_bundle(plan.recipe.specforge_config, algorithm=plan.algorithm).draft_model
+    draft = build_model_bundle(plan.specforge_config, algorithm=plan.algorithm).draft_model
     saved = load_draft(checkpoint).tensors
     assert all(torch.equal(value, saved[name]) for name, value in draft.state_dict().items())
     assert draft.settings.ce_weight == 0.1
