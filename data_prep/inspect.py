@@ -24,9 +24,8 @@ from data_prep.samples.page import Line, html_page, sample_lines, statistics_lin
 from data_prep.samples.statistics import SampleStatistics, TargetVocabulary, read_sample
 from specforge_dspine.utils.chat_template import SHORT, tokenizer_identity
 from specforge_dspine.utils.cli import Command, option, run_command
-from specforge_dspine.utils.files import printable
-from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
+from specforge_dspine.utils.files import model_fingerprint, printable
 from specforge_dspine.utils.ledger import Ledger
 
 FORMAT_VERSION = 1  # raise it with any change that gives another page for the same inputs

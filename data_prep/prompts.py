@@ -29,7 +29,7 @@ from data_prep.pipeline.rows import errors_as_invalid_row
 from data_prep.pipeline.worker_pool import WorkerPool, cores
 from data_prep.readers.inputs import open_inputs, rows_of
 from specforge_dspine.utils.cli import Command, option, run_command
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
 FORMAT_VERSION = 1  # raise it with any change that gives other prompts for the same inputs

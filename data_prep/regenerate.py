@@ -30,7 +30,7 @@ from data_prep.readers.inputs import open_inputs
 from specforge_dspine.streaming.server import ManagedServer
 from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
 from specforge_dspine.utils.cli import Command, option, parse_ids, run_command
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import model_fingerprint
 from specforge_dspine.utils.ledger import Ledger
 
 FORMAT_VERSION = 1  # raise it with any change that gives other responses for the same inputs

@@ -28,7 +28,7 @@ from data_prep.samples.builder import MIN_SUPERVISED, SampleLine, SampleSettings
 from specforge_dspine.modeling.vocabulary import resolve_mask_token
 from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
 from specforge_dspine.utils.cli import Command, option, run_command
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import model_fingerprint
 from specforge_dspine.utils.ledger import Ledger
 
 FORMAT_VERSION = 1  # raise it with any change that gives other samples for the same inputs

@@ -32,8 +32,7 @@ from specforge_dspine.streaming.record import RecordError, Sample, SampleNames, 
 from specforge_dspine.streaming.server import Devices, Dtype, ManagedServer
 from specforge_dspine.utils.cli import Command, IdList, Options, option, run_command
 from specforge_dspine.utils.errors import RunError
-from specforge_dspine.utils.files import file_sha256
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import file_sha256, model_fingerprint
 from specforge_dspine.utils.versions import VERSION
 
 logger = logging.getLogger(__name__)

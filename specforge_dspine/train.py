@@ -15,6 +15,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from specforge.training.assembly import build_model_bundle
+
 from specforge_dspine.export import export_run
 from specforge_dspine.formats.config_json import LAYOUTS, refuse_unservable
 from specforge_dspine.training.distributed import on_every_rank, process_group
@@ -24,9 +26,8 @@ from specforge_dspine.training.producer import capture_producer
 from specforge_dspine.training.recipe import Recipe, load_recipe
 from specforge_dspine.training.resume_contract import refuse_changes
 from specforge_dspine.training.run_checkpoints import checkpoint_step
-from specforge_dspine.training.run_dir import check_run_dir, exclusive, initialize_run_dir, restore_best
+from specforge_dspine.training.run_dir import check_run_dir, exclusive, holds_run, initialize_run_dir, restore_best
 from specforge_dspine.training.run_logger import RunLogger
-from specforge_dspine.training.specforge_internals import build_model_bundle
 from specforge_dspine.training.trainers import build_trainer
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import CheckpointError, RecipeError
@@ -111,6 +112,14 @@ def train(options: TrainOptions) -> str | None:
     return None
 
 
+def next_step(options: TrainOptions) -> str:
+    """Say how a run that ended early continues: with ``--resume`` once it took a step."""
+    with contextlib.suppress(RecipeError):
+        if holds_run(load_recipe(options.recipe, options.overrides).run_dir):
+            return "rerun with --resume to continue"
+    return "run the same command again"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     return run_command(
@@ -119,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module="specforge_dspine.train",
         doc=__doc__,
         expected=(RecipeError, CheckpointError, FileNotFoundError, ConnectionError),
-        advice="rerun with --resume to continue",
-        on_failure="Fix the error above, then rerun with --resume.",
+        advice=next_step,
     )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specforge_dspine.utils.chat_template import THINK_CLOSE, Message, split_reasoning
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 ROLES = {
     "system": "system",

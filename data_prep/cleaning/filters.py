@@ -12,8 +12,8 @@ from data_prep.cleaning.decontamination import Contamination
 from data_prep.pipeline.rows import Results, content_key, hash_64, map_rows, row_id
 from data_prep.readers.chunks import Chunk
 from specforge_dspine.utils.cli import Options, option
+from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import to_line
-from specforge_dspine.utils.invalid_row import InvalidRow
 
 SURE = 0.5  # probability from which a language is taken to be known; short texts are often undetermined, and stay
 NO_LANGUAGE = ("und", "zxx")  # the identifier's codes for too little text, and for numbers or code

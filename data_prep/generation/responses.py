@@ -29,8 +29,8 @@ from data_prep.readers.inputs import Inputs, rows_of
 from specforge_dspine.streaming.client import Completion
 from specforge_dspine.utils.chat_template import THINKING, Message, prompt_ids, response_text, unfinished_reasoning
 from specforge_dspine.utils.cli import Options, option
+from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import to_line
-from specforge_dspine.utils.invalid_row import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 
 MIN_OUTPUT_TOKENS = 2  # an anchor needs a supervised token behind it, so shorter responses train nothing

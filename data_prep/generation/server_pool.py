@@ -17,8 +17,7 @@ from typing import Any
 import requests
 
 from specforge_dspine.streaming.client import Completion, RequestRefused, SGLangClient
-from specforge_dspine.utils.errors import RunError
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow, RunError
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from data_prep.readers.chunks import Chunk
 from specforge_dspine.utils.chat_template import Message
-from specforge_dspine.utils.errors import RunError
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow, RunError
 
 Result = TypeVar("Result")
 Results = tuple[str, list[tuple[int | None, Result | InvalidRow]]]

@@ -11,8 +11,8 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
-from specforge_dspine.utils.child_process import end_with_parent
 from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.signals import end_with_parent
 
 Function = Callable[[Any], Any]
 MAX_INLINE = 3  # the first chunks are done in this process: for so few starting others would take longer

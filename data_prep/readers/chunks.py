@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 Row = tuple[int | None, Any]
 """The line on which an entry begins, or a table's row, from 1, or None for a whole file; and the entry."""

@@ -17,8 +17,8 @@ import zstandard
 
 from data_prep.readers.chunks import Chunk, Entries, Lines, Table, parse
 from data_prep.readers.json_array import EntryReader
+from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import printable
-from specforge_dspine.utils.invalid_row import InvalidRow
 
 BLOCK = 1 << 20  # bytes that are read at a time; a chunk holds about as many
 ZSTD_BLOCK = 256  # bytes unpacked at once: four may stand for 128 KiB, and the library has no bound of its own

@@ -10,7 +10,7 @@ import re
 
 import ijson
 
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 Entry = tuple[int, bytes | InvalidRow]
 """The line on which an entry begins, from 1, and its text, or why it cannot be used."""

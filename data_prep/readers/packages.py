@@ -14,7 +14,7 @@ import yaml
 from data_prep.readers.chunks import Chunk, Entries, Row
 from specforge_dspine.evaluation.entries import PACKAGES as EVALUATION_PACKAGES
 from specforge_dspine.evaluation.entries import read_package
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 # Tasks that a small chat model answers in sentences.
 GYM_TASKS = ("gsm_symbolic", "leg_counting", "calendar_arithmetic", "time_intervals", "chain_sum")

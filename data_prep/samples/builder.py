@@ -19,8 +19,8 @@ from data_prep.samples.rendering import render_response
 from data_prep.samples.statistics import TargetVocabulary
 from specforge_dspine.utils.chat_template import THINKING, Message
 from specforge_dspine.utils.cli import Options, option
+from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import to_line
-from specforge_dspine.utils.invalid_row import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specforge_dspine.utils.chat_template import Message, template_errors
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

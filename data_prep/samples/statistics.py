@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specforge_dspine.utils.chat_template import end_ids
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,9 +11,7 @@ from specforge_dspine.evaluation.benchmarks import EvaluationSet
 from specforge_dspine.evaluation.provenance import version_facts
 from specforge_dspine.training.recipe import Recipe
 from specforge_dspine.training.resume_contract import data_identity
-from specforge_dspine.utils.differences import differences
-from specforge_dspine.utils.files import read_json, write_json
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import differences, model_fingerprint, read_json, write_json
 
 INPUTS = "inputs.json"
 NOT_INPUTS = {  # keys of a recipe that differ from run to run or only name a place

@@ -27,7 +27,7 @@ from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.alignment_gate import alignment_beta
 from specforge_dspine.objective.curriculum import draw_blocks
 from specforge_dspine.objective.training_model import DSpineTrainingModel
-from specforge_dspine.training.strategy import FEATURES, DSpineTrainStrategy, Schedule
+from specforge_dspine.training.strategy import FEATURES, DSpineTrainStrategy
 
 Result = TypeVar("Result")
 SEED = 0
@@ -90,11 +90,11 @@ def draft_config(sizes: Sizes, attention: str) -> Qwen3Config:
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,
         layers=sizes.layers,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         intermediate_size=sizes.intermediate,
-        eps=1e-6,
+        rms_norm_eps=1e-6,
         theta=1e6,
         block_size=sizes.block,
         target_layer_ids=range(sizes.taps),
@@ -157,7 +157,7 @@ class Bench:
 
     def strategy(self) -> DraftTrainStrategy:
         """DSpine's training strategy."""
-        return DSpineTrainStrategy(self.model, Schedule(seed=SEED, warmup_ratio=0.0))
+        return DSpineTrainStrategy(self.model, seed=SEED, warmup_ratio=0.0)
 
     def host_strategies(self) -> dict[str, DraftTrainStrategy]:
         """SpecForge's own training strategies, by name; an ImportError if their requirements are not installed."""

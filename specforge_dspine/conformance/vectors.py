@@ -87,7 +87,10 @@ class Vectors:
             excluded_ids=tuple(self.scalars["excluded_ids"]),
         )
         config = small_draft_config(
-            **{name: c[name] for name in ("layers", "heads", "kv_heads", "head_dim", "eps", "theta")},
+            **{name: c[name] for name in ("layers", "head_dim", "theta")},
+            num_attention_heads=c["heads"],
+            num_key_value_heads=c["kv_heads"],
+            rms_norm_eps=c["eps"],
             vocab_size=len(self["target/lm_head"]),
             hidden_size=hidden,
             intermediate_size=len(weights["layers.0.mlp.gate_proj.weight"]),

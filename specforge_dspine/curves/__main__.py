@@ -21,8 +21,8 @@ from specforge_dspine.curves.equivalence import GROUPS, check_group
 from specforge_dspine.curves.references import load_reference, save_reference
 from specforge_dspine.curves.runs import CURVES, run_curve
 from specforge_dspine.utils.cli import Command, Options, option, run_command
-from specforge_dspine.utils.differences import ABSENT, differences
 from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.files import ABSENT, differences
 
 
 class CurvesOptions(Options):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from specforge_dspine.evaluation.entries import BenchmarkError, Entry, read_hub, read_package, read_path
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 Entry = tuple[int | None, Any]
 """Line and value; no line where a whole file cannot be read."""

@@ -14,8 +14,7 @@ from specforge_dspine.evaluation.options import EvaluateOptions
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.streaming.record import TargetIdentity
 from specforge_dspine.utils.chat_template import tokenizer_identity
-from specforge_dspine.utils.files import as_json
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import as_json, model_fingerprint
 from specforge_dspine.utils.versions import VERSION, installed
 
 SOFTWARE = ("torch", "transformers", "sglang", "specforge")

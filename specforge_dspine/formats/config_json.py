@@ -19,8 +19,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from specforge_dspine.modeling.draft_config import ARCHITECTURE, check_vocabulary, rope_theta
+from specforge_dspine.modeling.draft_model import meta_draft
 from specforge_dspine.modeling.settings import DSpineSettings, settings_of
-from specforge_dspine.modeling.state_dict import TABLE, expected_shapes
+from specforge_dspine.modeling.state_dict import TABLE
 from specforge_dspine.utils.errors import CheckpointError
 
 BRIDGE = "selected_prefix_code_bridge"
@@ -107,7 +108,7 @@ def without_readouts(tensors: Mapping[str, Tensor], config: Any) -> tuple[dict[s
     """Return a draft without injection as the plain DFlash that it decodes as; the readouts served its training."""
     plain = type(config).from_dict(config.to_dict())
     plain.dspine_config = dict(plain.dspine_config) | {"alignment": "off"}
-    return {name: tensors[name] for name in expected_shapes(plain)}, plain
+    return {name: tensors[name] for name in meta_draft(plain).state_dict()}, plain
 
 
 def layout_of(payload: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config
 from specforge_dspine.formats import config_json
 from specforge_dspine.formats.config_json import BRIDGE, CONFIG, LAYOUTS, WEIGHTS, integer, section
 from specforge_dspine.modeling.draft_config import ARCHITECTURE
-from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.draft_model import DSpineDraftModel, meta_draft
 from specforge_dspine.modeling.settings import settings_of
 from specforge_dspine.modeling.state_dict import READY, TABLE, check_tensors
 from specforge_dspine.modeling.vocabulary import output_vocabulary
@@ -82,7 +82,7 @@ def load_draft(folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None
         if tensors[TABLE].dtype not in (torch.float32, torch.float64):
             raise CheckpointError(f"{'/'.join(table)} is {tensors[TABLE].dtype}, and must be float32")
         tensors |= {TABLE: tensors[TABLE].float(), READY: torch.tensor(True)}
-    check_tensors(tensors, config)
+    check_tensors(tensors, meta_draft(config))
     for name, value in tensors.items() if is_ours else ():
         if name not in (TABLE, READY) and str(value.dtype) != f"torch.{payload.get('dtype')}":
             raise CheckpointError(f"{name} is {value.dtype}, config.json says dtype={payload.get('dtype')!r}")

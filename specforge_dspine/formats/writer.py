@@ -20,6 +20,7 @@ from specforge_dspine.formats.config_json import (
 )
 from specforge_dspine.formats.model_card import model_card
 from specforge_dspine.formats.reader import load_draft
+from specforge_dspine.modeling.draft_model import meta_draft
 from specforge_dspine.modeling.settings import settings_of
 from specforge_dspine.modeling.state_dict import TABLE, check_tensors
 from specforge_dspine.utils.errors import CheckpointError
@@ -39,17 +40,17 @@ def write_checkpoint(
 ) -> None:
     """Write a draft beside ``out``, read it back bit for bit, then rename it, replacing an earlier export.
 
-    ``tensors`` are named as in ``expected_shapes``; ``base_model`` is the target's name, for the model card.
+    ``tensors`` are the draft's state dict; ``base_model`` is the target's name, for the model card.
 
     Raises:
         CheckpointError: a tensor or key is missing, not finite or contradictory, by name; or ``out`` is something
             else than an earlier export. Nothing is written then.
     """
-    check_tensors(tensors, config)
+    check_tensors(tensors, meta_draft(config))
     if LAYOUTS[layout].bridge is not None and not settings_of(config).injection:
         tensors, config = without_readouts(tensors, config)
     cast = {n: cast_weight(n, value, dtype).contiguous().clone() for n, value in tensors.items()}
-    check_tensors(cast, config)  # again: a large weight overflows float16
+    check_tensors(cast, meta_draft(config))  # again: a large weight overflows float16
     payload = layout_config(config.to_dict(), config, layout, dtype)
     check_config(payload)
     files = {WEIGHTS: {n: value for n, value in cast.items() if n != TABLE}}

@@ -136,34 +136,20 @@ def rope_theta(config: Any) -> float:
 
 def small_draft_config(
     *,
-    vocab_size: int,
-    hidden_size: int,
     layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    intermediate_size: int,
-    eps: float,
-    theta: float,
     block_size: int,
     target_layer_ids: Iterable[int],
-    num_target_layers: int,
     mask_token_id: int,
+    theta: float,
     settings: DSpineSettings,
+    **sizes: Any,
 ) -> Qwen3Config:
-    """A draft configuration from plain sizes, for vector files, benchmarks and tests: no target needed."""
+    """A draft configuration for vector files, benchmarks and tests, without a target; ``sizes`` as in Qwen3Config."""
     fields = block_fields(settings, layers, block_size, target_layer_ids, mask_token_id) | {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate_size,
-        "rms_norm_eps": eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": False,
-        "num_target_layers": num_target_layers,
         "dspine_config": settings.model_dump(mode="json"),
+        **sizes,
     }
-    fields["dspine_config"]["valid_vocab_size"] = settings.valid_vocab_size or vocab_size
+    fields["dspine_config"]["valid_vocab_size"] = settings.valid_vocab_size or sizes["vocab_size"]
     return Qwen3Config.from_dict(fields)

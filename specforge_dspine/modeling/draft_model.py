@@ -88,7 +88,7 @@ class DSpineDraftModel(DFlashDraftModel):
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info.get(problem):
                 raise ValueError(f"{path}: {problem.replace('_', ' ')}: {sorted(map(str, info[problem]))}")
-        check_tensors(model.state_dict(), model.config)
+        check_tensors(model.state_dict(), model)
         return (model, info) if wants_info else model
 
     @torch.no_grad()
@@ -193,3 +193,9 @@ class DSpineDraftModel(DFlashDraftModel):
     def num_injection_parameters(self) -> int:
         """L·(r·H) + L·(H·a) + 3·(a·r) + a; fewer in variants."""
         return sum(parameter.numel() for parameter in self.injection.parameters()) if self.injection else 0
+
+
+def meta_draft(config: Qwen3Config) -> DSpineDraftModel:
+    """Build a draft on the meta device: names and shapes of its tensors, without memory."""
+    with torch.device("meta"):
+        return DSpineDraftModel(config)

@@ -43,13 +43,6 @@ class Completion:
     finish: str  # "stop" or "length"
 
 
-class ServerFacts(NamedTuple):
-    """What a verified server runs: the plugin's version, and where records appear on this machine."""
-
-    version: str
-    capture_dir: Path
-
-
 class _Captured(NamedTuple):
     path: Path
     record: dict[str, torch.Tensor]
@@ -73,15 +66,11 @@ class SGLangClient:
         self._session = requests.Session()
         self._session.trust_env = False  # the server shares our disk: never behind a proxy
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._session.close()
-
     def __enter__(self) -> SGLangClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._session.close()
 
     def generate(
         self,
@@ -113,7 +102,7 @@ class SGLangClient:
             completions.append(Completion(response["output_ids"], reason["type"]))
         return completions
 
-    def verify_server(self, target: TargetIdentity, lm_head: torch.Tensor, probe_ids: list[int]) -> ServerFacts:
+    def verify_server(self, target: TargetIdentity, lm_head: torch.Tensor, probe_ids: list[int]) -> None:
         """Check, before the first step, that this server's records are what training takes them for.
 
         ``probe_ids`` and some of its prefixes are captured: the plugin must describe exactly ``target``, the files
@@ -140,8 +129,6 @@ class SGLangClient:
             captured.append(result)
         finals = torch.stack([each.record["target_last_hidden_states"][0, -1] for each in captured])
         check_head(self.url, lm_head, finals, [each.token for each in captured], getattr(torch, target.dtype))
-        assert self.capture_dir is not None  # the first capture set it
-        return ServerFacts(VERSION, self.capture_dir)
 
     def capture(self, samples: Sequence[Sample], target: TargetIdentity) -> list[Path | RecordError]:
         """Return the records of ``samples``, in their order: a checked file, or why there is none.

@@ -11,8 +11,7 @@ from typing import Any
 
 from specforge_dspine.streaming.record import Sample, TargetIdentity
 from specforge_dspine.utils.errors import InvalidFileError
-from specforge_dspine.utils.files import as_json, atomic_write, read_json, write_json
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import as_json, atomic_write, model_fingerprint, read_json, write_json
 
 MANIFEST = "manifest.json"
 

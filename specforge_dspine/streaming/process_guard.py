@@ -17,7 +17,7 @@ import sys
 import time
 from functools import partial
 
-from specforge_dspine.utils.child_process import end_with_parent
+from specforge_dspine.utils.signals import end_with_parent
 
 GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL. A server has nothing to save, and takes longer to end by itself."""

@@ -18,7 +18,7 @@ from specforge_dspine.evaluation.provenance import SOFTWARE, draft_facts, versio
 from specforge_dspine.streaming.feature_folder import check_features
 from specforge_dspine.streaming.record import TargetIdentity, read_record
 from specforge_dspine.utils.cli import option
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import model_fingerprint
 
 
 class StudyOptions(DraftAndTargetOptions):

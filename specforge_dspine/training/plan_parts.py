@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from specforge.algorithms.registry import AlgorithmRegistration
 from specforge.config import Config
 from specforge.utils import get_device_type
 
-from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.draft_model import meta_draft
 from specforge_dspine.modeling.settings import DSpineOptions
 from specforge_dspine.streaming.feature_folder import feature_name
 from specforge_dspine.streaming.record import Sample, TargetIdentity
@@ -185,9 +184,3 @@ class Plan:
                 f"{kind}, β = {method.alignment_weight:g} after {warmup} steps, times the backbone's CE"
             )
         return lines
-
-
-def meta_draft(draft_config: Any) -> DSpineDraftModel:
-    """Build the draft on the meta device: sizes without memory."""
-    with torch.device("meta"):
-        return DSpineDraftModel(draft_config)

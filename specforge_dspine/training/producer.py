@@ -22,6 +22,7 @@ from specforge_dspine.training.recipe import as_recipe_error
 from specforge_dspine.training.run_dir import DELIVERY_LOG
 from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.files import write_json
+from specforge_dspine.utils.versions import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ def connect_servers(plan: Plan, head: torch.Tensor, stack: contextlib.ExitStack)
     for url in urls:
         capture_dir = Path(options.capture_dir) if options.capture_dir else None
         client = SGLangClient(url, capture_dir=capture_dir, timeout_s=options.request_timeout_s)
-        stack.callback(client.close)
-        facts = client.verify_server(plan.target, head, probe)
-        logger.info("capture server verified: %s, plugin %s, records in %s", url, facts.version, facts.capture_dir)
+        stack.enter_context(client)
+        client.verify_server(plan.target, head, probe)
+        logger.info("capture server verified: %s, plugin %s, records in %s", url, VERSION, client.capture_dir)
         clients.append(client)
     return clients
 

@@ -25,7 +25,7 @@ from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.distributed import on_every_rank
 from specforge_dspine.training.run_checkpoints import read_state
 from specforge_dspine.utils.errors import RecipeError
-from specforge_dspine.utils.files import file_sha256
+from specforge_dspine.utils.files import differences, file_sha256
 
 SAMPLED_FILES = 256  # feature files of which the end is read; the end of a .ckpt lists its tensors' checksums
 SAMPLED_BYTES = 1 << 12
@@ -92,12 +92,7 @@ def refuse_changes(checkpoint: str, current: Mapping[str, Any]) -> None:
     state = read_state(Path(checkpoint))
     then = dict(flatten_contract({key: state[key] for key in current if key in state}))
     now = dict(flatten_contract(current))
-    names = [*now, *(name for name in then if name not in now)]
-    differing = [
-        f"{name} was {then.get(name, 'not recorded')} and is {now.get(name, 'not there')}"
-        for name in names
-        if then.get(name) != now.get(name) or (name in then) != (name in now)
-    ]
+    differing = [f"{name} was {was} and is {value}" for name, was, value in differences(then, now)]
     if differing:
         more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
         raise RecipeError(

@@ -35,6 +35,12 @@ def exclusive(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def holds_run(run_dir: Path) -> bool:
+    """Whether a run took a step there: a checkpoint's folder, or a logged step."""
+    log = run_dir / METRICS_FILE
+    return bool(checkpoint_folders(run_dir)) or (log.exists() and log.stat().st_size > 0)
+
+
 def check_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
     """Refuse a folder that holds a run, or find the checkpoint to continue from (None: from the beginning).
 
@@ -42,13 +48,11 @@ def check_run_dir(recipe: Recipe, *, resume: bool) -> str | None:
     left nothing worth keeping, and counts as no run.
     """
     run_dir = recipe.run_dir
-    log = run_dir / METRICS_FILE
-    holds_run = bool(checkpoint_folders(run_dir)) or (log.exists() and log.stat().st_size > 0)
-    if holds_run and not resume:
+    if holds_run(run_dir) and not resume:
         raise RecipeError(
             f"output_dir={str(run_dir)!r} already holds a run; continue it with --resume, or give another output_dir"
         )
-    if resume and not holds_run:
+    if resume and not holds_run(run_dir):
         raise RecipeError(f"output_dir={str(run_dir)!r} holds no run to resume; start it without --resume")
     if not resume:
         (run_dir / DELIVERY_LOG).unlink(missing_ok=True)  # of a start that failed

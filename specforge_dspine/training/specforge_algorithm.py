@@ -27,6 +27,7 @@ from specforge.algorithms.common.providers import (
     make_registration,
 )
 from specforge.algorithms.contracts import DraftRequirement
+from specforge.algorithms.model_providers import build_registered_draft
 from specforge.algorithms.registry import AlgorithmRegistry
 from specforge.config import Config
 from transformers import AutoTokenizer, PretrainedConfig
@@ -45,8 +46,8 @@ from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.distributed import on_every_rank
 from specforge_dspine.training.recipe import ALGORITHM
 from specforge_dspine.training.resume_contract import resume_contract
-from specforge_dspine.training.specforge_internals import build_dflash_family_model, build_registered_draft
-from specforge_dspine.training.strategy import DSpineTrainStrategy, Schedule
+from specforge_dspine.training.specforge_internals import build_dflash_family_model
+from specforge_dspine.training.strategy import DSpineTrainStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ def dspine_registry(options: DSpineOptions) -> AlgorithmRegistry:
     step = replace(
         dspark.providers.step,
         build=lambda model, *, target_head=None, seed, warmup_ratio: DSpineTrainStrategy(
-            model, Schedule(seed, warmup_ratio)
+            model, seed=seed, warmup_ratio=warmup_ratio
         ),
         options=lambda config: {
             **empty_options(config),

@@ -1,4 +1,4 @@
-"""SpecForge's private names that we use, behind a version check. Everything else goes through its public seams.
+"""SpecForge's private names that we use. Everything else goes through its public seams.
 
 ``train_windows`` is the one patch: SpecForge's ``Trainer`` builds its core itself, and its evaluator knows no
 refinement. Our core (optimizer_window.py) overrides ``TrainerCore._normalize_gradients``.
@@ -9,27 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specforge_dspine.utils.versions import require
+from specforge.algorithms.model_providers import _build_dflash_family_model as build_dflash_family_model
+from specforge.cli import _bootstrap_single_process_env as bootstrap_single_process_env
+from specforge.training.assembly import _optimizer_factory as optimizer_factory
+from specforge.training.controller import TrainerCore
 
-require("specforge")
-
-from specforge.algorithms.model_providers import (  # noqa: E402
-    _build_dflash_family_model as build_dflash_family_model,
-)
-from specforge.algorithms.model_providers import build_registered_draft  # noqa: E402
-from specforge.cli import _bootstrap_single_process_env as bootstrap_single_process_env  # noqa: E402
-from specforge.training.assembly import _optimizer_factory as optimizer_factory  # noqa: E402
-from specforge.training.assembly import build_model_bundle  # noqa: E402
-from specforge.training.controller import TrainerCore  # noqa: E402
-
-__all__ = [
-    "bootstrap_single_process_env",
-    "build_dflash_family_model",
-    "build_model_bundle",
-    "build_registered_draft",
-    "optimizer_factory",
-    "train_windows",
-]
+__all__ = ["bootstrap_single_process_env", "build_dflash_family_model", "optimizer_factory", "train_windows"]
 
 
 def train_windows(trainer: Any, make_core: Callable[[TrainerCore], TrainerCore], evaluate: Callable[[], Any]) -> None:

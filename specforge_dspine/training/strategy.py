@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -31,26 +30,19 @@ EPOCH = re.compile(r"^e\d+-")  # of a sample's id: trainers.py names it for its 
 MAX_BAD_SAMPLES = 64  # samples with non-finite states that are left out before a run stops
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The run's seed, and the learning rate's warm-up as a fraction of all steps."""
-
-    seed: int
-    warmup_ratio: float
-
-
 class DSpineTrainStrategy(DraftTrainStrategy):
     """Draws blocks, calls the model, reports sums and counts.
 
-    The loss is (numerator, denominator), which SpecForge sums over the optimizer window and all ranks.
+    The loss is (numerator, denominator), which SpecForge sums over the optimizer window and all ranks. ``seed`` is
+    the run's, ``warmup_ratio`` the learning rate's warm-up as a fraction of all steps.
     """
 
     name = ALGORITHM
     required_features: ClassVar[set[str]] = set(FEATURES)
 
-    def __init__(self, model: torch.nn.Module, schedule: Schedule) -> None:
+    def __init__(self, model: torch.nn.Module, *, seed: int, warmup_ratio: float) -> None:
         self.model = model
-        self.schedule = schedule
+        self.seed, self.warmup_ratio = seed, warmup_ratio
         # Under DDP or FSDP the wrapper owns the forward; sizes and settings are the module's inside.
         inner = model if isinstance(model, DSpineTrainingModel) else model.module
         assert isinstance(inner, DSpineTrainingModel)
@@ -99,12 +91,12 @@ class DSpineTrainStrategy(DraftTrainStrategy):
         settings = self.inner.draft_model.settings
         step, total = ctx.global_step, ctx.total_steps
         warmup = settings.alignment_warmup_steps
-        beta = alignment_beta(step, int(self.schedule.warmup_ratio * total) if warmup is None else warmup, settings)
+        beta = alignment_beta(step, int(self.warmup_ratio * total) if warmup is None else warmup, settings)
         probability = replacement_probability(step, total, settings) if self.model.training else 0.0
         blocks = draw_blocks(
             batch.tensors["loss_mask"],
             batch.sample_ids,
-            seed=self.schedule.seed,
+            seed=self.seed,
             num_anchors=self.inner.num_anchors,
             probability=probability,
         )

@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import file_sha256
-from specforge_dspine.utils.invalid_row import InvalidRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -133,8 +133,7 @@ def run_command(
     module: str,
     doc: str | None,
     expected: tuple[type[Exception], ...] = (ValueError, OSError),
-    advice: str = "the same command continues",
-    on_failure: str | None = None,
+    advice: str | Callable[[Any], str] = "the same command continues",
 ) -> int:
     """Parse ``argv``, work, and print the result; returns the exit status (see the module's text).
 
@@ -142,8 +141,7 @@ def run_command(
         command: what to run; a mapping makes subcommands of its names.
         module: the calling module, as ``python -m`` takes it.
         expected: errors of unusable input; anything else but ``RunError`` keeps its traceback.
-        advice: what to do after a signal.
-        on_failure: what to do after a ``RunError``.
+        advice: what to do after a signal. A function of the options tells it after a ``RunError`` too.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
@@ -170,10 +168,12 @@ def run_command(
         with signals_as_exceptions():
             result = command.work(options)
     except Interrupted as received:
-        print(f"stopped by {received}; {advice}", file=sys.stderr)
+        print(f"stopped by {received}; {advice(options) if callable(advice) else advice}", file=sys.stderr)
         return 128 + received.signum
     except (RunError, FloatingPointError) as error:
-        print(f"error: {error}", *([on_failure] if on_failure else []), sep="\n", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
+        if callable(advice):
+            print(f"Fix the error above, then {advice(options)}.", file=sys.stderr)
         return 1
     except expected as error:
         print(f"error: {error}", file=sys.stderr)

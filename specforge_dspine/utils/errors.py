@@ -17,3 +17,20 @@ class InvalidFileError(ValueError):
 
 class RunError(RuntimeError):
     """Work that cannot go on, for a reason outside of this program."""
+
+
+class InvalidRow(ValueError):
+    """A row that cannot be used.
+
+    Attributes:
+        reason: the kind of problem, the same words for each of its kind.
+        detail: where in the row, the value, and what to do.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason

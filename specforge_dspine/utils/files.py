@@ -1,4 +1,4 @@
-"""Files and folders that are either whole or absent; JSON; lines of JSON."""
+"""Files and folders that are either whole or absent; JSON; lines of JSON; hashes of content."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 import orjson
 
 from specforge_dspine.utils.errors import InvalidFileError
+
+ABSENT = "absent"  # of a value, in ``differences``
 
 
 @contextlib.contextmanager
@@ -87,6 +89,15 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
+def differences(then: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """What differs, as (dotted name, value then, value now); a missing value is ``ABSENT``."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in [*then, *(key for key in now if key not in then)]:
+            yield from differences(then.get(key, ABSENT), now.get(key, ABSENT), f"{name}.{key}" if name else key)
+    elif then != now:
+        yield name, then, now
+
+
 def to_line(value: Any) -> bytes:
     """One line of JSON."""
     return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
@@ -101,6 +112,22 @@ def file_sha256(path: Path) -> str:
     """Hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_fingerprint(model_path: Path) -> str:
+    """SHA-256 over a model directory's config and, per weight file, its name, size and 16 sampled blocks.
+
+    Training changes weights everywhere, so samples tell checkpoints apart without reading them whole.
+    """
+    digest = hashlib.sha256()
+    for path in [model_path / "config.json", *sorted(model_path.glob("*.safetensors"))]:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for k in range(16):
+                file.seek(size * k // 16)
+                digest.update(file.read(1 << 16))
+    return digest.hexdigest()
 
 
 def printable(path: Path | str) -> str:

@@ -18,9 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from specforge_dspine.utils.differences import differences
 from specforge_dspine.utils.errors import RunError
-from specforge_dspine.utils.files import as_json, atomic_write, file_sha256, to_line, write_json
+from specforge_dspine.utils.files import as_json, atomic_write, differences, file_sha256, to_line, write_json
 
 SHOWN_CHANGES = 6  # changed inputs that a message names; the others are counted
 ENDED = "ended"

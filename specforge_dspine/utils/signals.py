@@ -1,11 +1,16 @@
-"""SIGINT and SIGTERM as exceptions, so that every ``finally`` of a long job runs."""
+"""SIGINT and SIGTERM as exceptions, so that every ``finally`` runs; children that end with their parent."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
+
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before a fork: a child must not load libraries
 
 
 class Interrupted(BaseException):
@@ -41,3 +46,13 @@ def signals_as_exceptions() -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def end_with_parent(signum: int = signal.SIGTERM, parent: int | None = None) -> None:
+    """Call it in a fresh child: the kernel then sends ``signum`` when the parent's thread that started it is gone.
+
+    With ``parent`` (a process id) the child ends at once if its parent is gone already.
+    """
+    LIBC.prctl(PR_SET_PDEATHSIG, signum)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from specforge_dspine.utils.child_process import end_with_parent
 from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.signals import end_with_parent
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from data_prep import inspect
 from data_prep.samples.statistics import Sample, SampleStatistics, TargetVocabulary, histogram, read_sample
 from specforge_dspine.utils.chat_template import SHORT
-from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
+from specforge_dspine.utils.files import model_fingerprint
 from tests.support.commands import refuse, succeed
 from tests.support.small import ENTRIES, save_tokenizer
 from tests.support.targets import EOS, VOCAB, build_llama

@@ -24,7 +24,7 @@ from data_prep.cleaning.filters import normalized
 from data_prep.cleaning.near_dedup import signature
 from data_prep.prompts import main
 from data_prep.readers.json_array import REST_INVALID
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 from tests.conftest import wait_for
 from tests.support import ROOT
 from tests.support.broken_file import INVALID, SHAPES, bot, broken_file, user

@@ -26,7 +26,7 @@ from data_prep.readers.chunks import Chunk, Entries
 from data_prep.readers.files import errors_as_rows, file_chunks
 from data_prep.readers.inputs import open_inputs, rows_of
 from data_prep.readers.json_array import REST_INVALID, EntryReader
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 PROMPTS = [{"prompt": f"Wörter {number}"} for number in range(40)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in PROMPTS).encode()

@@ -25,7 +25,7 @@ from data_prep.generation.responses import (
 from data_prep.generation.server_pool import ATTEMPTS, Requirements, ServerPool, ServersLostError
 from data_prep.readers.inputs import open_inputs
 from specforge_dspine.streaming.client import Completion
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.ledger import Ledger
 from tests.support.chat_targets import SMOLLM2, smollm2_tokenizer
 

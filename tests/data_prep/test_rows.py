@@ -9,7 +9,7 @@ import pytest
 
 from data_prep.pipeline.rows import content_key, errors_as_invalid_row, map_rows, row_name
 from data_prep.readers.chunks import Entries
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 
 
 def test_an_unforeseen_exception_becomes_a_named_row() -> None:

@@ -18,9 +18,8 @@ from data_prep import tokenize
 from data_prep.samples.builder import SampleBuilder, SampleSettings, Target
 from data_prep.samples.rendering import render_response
 from specforge_dspine.utils.chat_template import SHORT, prompt_ids
-from specforge_dspine.utils.files import to_line
-from specforge_dspine.utils.fingerprint import model_fingerprint
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
+from specforge_dspine.utils.files import model_fingerprint, to_line
 from tests.support import ROOT
 from tests.support.chat_targets import SMOLLM2, build_chat_target, smollm2_tokenizer
 from tests.support.commands import refuse, succeed

@@ -16,14 +16,13 @@ from specforge.modeling.draft.dflash import DFlashDraftModel
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.formats.writer import write_checkpoint
 from specforge_dspine.modeling.settings import DSpineSettings
-from specforge_dspine.modeling.state_dict import expected_shapes
 from specforge_dspine.objective.alignment_gate import alignment_beta
 from specforge_dspine.objective.curriculum import replacement_probability
 from specforge_dspine.objective.supervision import supervised_positions
 from specforge_dspine.training.plan import make_plan
 from specforge_dspine.training.recipe import apply_override, check_recipe
 from specforge_dspine.utils.errors import CheckpointError, RecipeError
-from tests.support.drafts import HIDDEN, make_batch, make_blocks, make_model
+from tests.support.drafts import HIDDEN, expected_shapes, make_batch, make_blocks, make_model
 from tests.support.small import save_tokenizer, tiny_recipe
 
 ANCHORS = [[4, 6, 11], [5, 13]]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from specforge_dspine.modeling.blocks import Blocks
 from specforge_dspine.modeling.draft_config import small_draft_config
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
-from specforge_dspine.modeling.settings import DSpineSettings
+from specforge_dspine.modeling.settings import DSpineSettings, settings_of
 from specforge_dspine.modeling.transfer_space import build_transfer_space
 from specforge_dspine.objective.training_model import DSpineTrainingModel
 
@@ -36,11 +38,11 @@ def make_model(
             vocab_size=vocab,
             hidden_size=HIDDEN,
             layers=layers,
-            heads=4,
-            kv_heads=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
             head_dim=8,
             intermediate_size=48,
-            eps=1e-6,
+            rms_norm_eps=1e-6,
             theta=10000.0,
             block_size=block,
             target_layer_ids=range(TAPS),
@@ -96,3 +98,42 @@ def make_blocks(anchors: list[list[int]], replaced: list[list[bool]] | None = No
         if replaced is not None:
             blocks.replaced[row, : len(positions)] = torch.tensor(replaced[row])
     return blocks
+
+
+def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a draft with ``config`` by its published name."""
+    settings, layers = settings_of(config), config.num_hidden_layers
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    taps, rank, message = len(config.dflash_config["target_layer_ids"]), settings.transfer_rank, settings.message_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, taps * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    if settings.has_readouts:
+        shapes |= {"transfer_codes": (config.vocab_size, rank), "transfer_ready": ()}
+        shapes |= {f"injection.readouts.{i}.weight": (rank, hidden) for i in range(layers)}
+    if settings.injection:
+        shapes |= {
+            "injection.message.weight": (message, rank),
+            "injection.receiver_gate.weight": (message, rank),
+            "injection.predecessor_gate.weight": (message, rank),
+            "injection.bias": (message,),
+        }
+        shapes |= {f"injection.writes.{i}.weight": (hidden, message) for i in range(layers)}
+    for i in range(layers):
+        shapes |= {
+            f"layers.{i}.input_layernorm.weight": (hidden,),
+            f"layers.{i}.post_attention_layernorm.weight": (hidden,),
+            f"layers.{i}.self_attn.q_proj.weight": (queries, hidden),
+            f"layers.{i}.self_attn.k_proj.weight": (keys, hidden),
+            f"layers.{i}.self_attn.v_proj.weight": (keys, hidden),
+            f"layers.{i}.self_attn.o_proj.weight": (hidden, queries),
+            f"layers.{i}.self_attn.q_norm.weight": (head_dim,),
+            f"layers.{i}.self_attn.k_norm.weight": (head_dim,),
+            f"layers.{i}.mlp.gate_proj.weight": (inner, hidden),
+            f"layers.{i}.mlp.up_proj.weight": (inner, hidden),
+            f"layers.{i}.mlp.down_proj.weight": (hidden, inner),
+        }
+    return shapes

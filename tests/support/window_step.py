@@ -21,7 +21,7 @@ from specforge.training.controller import TrainerCore
 from specforge.training.strategies.base import StepContext
 
 from specforge_dspine.training.optimizer_window import WindowCore
-from specforge_dspine.training.strategy import DSpineTrainStrategy, Schedule
+from specforge_dspine.training.strategy import DSpineTrainStrategy
 from tests.support.drafts import make_batch, make_model
 
 SEQUENCES, STEP, TOTAL = 8, 30, 120  # λ at its plateau, and some blocks still replaced
@@ -74,7 +74,7 @@ def step(case: str, count: int, rank: int, ranks: int) -> dict[str, Any]:
     wrapped = backend.prepare_model(model, optimizer_target=model.draft_model)
     forwards: list[None] = []
     wrapped.register_forward_hook(lambda *_: forwards.append(None))
-    strategy = DSpineTrainStrategy(wrapped, Schedule(seed=11, warmup_ratio=0.1))
+    strategy = DSpineTrainStrategy(wrapped, seed=11, warmup_ratio=0.1)
     core = WindowCore(TrainerCore(strategy, backend, accumulation_steps=count))
     mine = list(range(rank, SEQUENCES, ranks))
     for batch in micro_batches(sequences(silent), mine, count):

@@ -19,7 +19,7 @@ from specforge_dspine.train import main
 from specforge_dspine.training.heldout import evaluate, loss, rank_sums, shard
 from specforge_dspine.training.run_checkpoints import read_state
 from specforge_dspine.training.run_logger import BEST
-from specforge_dspine.training.strategy import DSpineTrainStrategy, Schedule
+from specforge_dspine.training.strategy import DSpineTrainStrategy
 from tests.support.drafts import make_batch, make_blocks, make_model
 from tests.support.features import write_features
 from tests.support.runs import marked
@@ -37,7 +37,7 @@ def batches(count: int) -> list[TrainBatch]:
 
 
 def strategy_of(**options: Any) -> DSpineTrainStrategy:
-    return DSpineTrainStrategy(make_model(**options), Schedule(seed=3, warmup_ratio=0.1))
+    return DSpineTrainStrategy(make_model(**options), seed=3, warmup_ratio=0.1)
 
 
 def test_every_rank_runs_as_many_forwards_and_every_sample_counts_once() -> None:

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from specforge.training.assembly import build_model_bundle
 
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.formats.writer import write_checkpoint
 from specforge_dspine.modeling.draft_config import small_draft_config
-from specforge_dspine.modeling.draft_model import DSpineDraftModel
+from specforge_dspine.modeling.draft_model import DSpineDraftModel, meta_draft
 from specforge_dspine.modeling.settings import DSpineSettings
 from specforge_dspine.modeling.state_dict import READY, TABLE
 from specforge_dspine.training import plan as planning
 from specforge_dspine.training.plan import make_plan
-from specforge_dspine.training.plan_parts import FeaturePlan, Plan, StreamPlan, meta_draft
+from specforge_dspine.training.plan_parts import FeaturePlan, Plan, StreamPlan
 from specforge_dspine.training.recipe import check_recipe
-from specforge_dspine.training.specforge_internals import build_model_bundle
 from specforge_dspine.utils.errors import RecipeError
-from specforge_dspine.utils.fingerprint import model_fingerprint
+from specforge_dspine.utils.files import model_fingerprint
 from tests.support.features import write_features
 from tests.support.small import save_tokenizer, tiny_recipe, write_samples
 from tests.support.targets import build_llama, build_qwen3
@@ -336,11 +336,11 @@ def test_sizes_of_qwen3_8b_without_its_memory() -> None:
         vocab_size=151936,
         hidden_size=4096,
         layers=5,
-        heads=32,
-        kv_heads=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
         head_dim=128,
         intermediate_size=12288,
-        eps=1e-6,
+        rms_norm_eps=1e-6,
         theta=1e6,
         block_size=16,
         target_layer_ids=[1, 9, 17, 25, 33],

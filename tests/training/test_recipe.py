@@ -383,11 +383,19 @@ def test_under_torchrun_rank_0_alone_prints_the_plan(
 
 @pytest.mark.parametrize("error", [RunError("disk full"), FloatingPointError("loss is nan")])
 def test_a_failed_run_ends_with_1_and_the_next_step(
-    toy: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Path,
+    tmp_path: Path,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(train, "make_plan", fail)
-    assert main(["--recipe", str(toy / "recipe.yaml")]) == 1
-    assert capsys.readouterr().err == f"error: {error}\nFix the error above, then rerun with --resume.\n"
+    run = tmp_path / "run"
+    for advice in ("run the same command again", "rerun with --resume to continue"):
+        assert main(["--recipe", str(toy / "recipe.yaml"), f"output_dir={run}"]) == 1
+        assert capsys.readouterr().err == f"error: {error}\nFix the error above, then {advice}.\n"
+        run.mkdir(exist_ok=True)
+        (run / "metrics.jsonl").write_text('{"step": 1}\n')  # the second time, a step was taken

@@ -121,7 +121,7 @@ def test_bad_records_are_dropped_named_and_replaced(toy: Path) -> None:
     assert failed.returncode == 1
     assert "1 bad records, stream.max_dropped=0" in failed.stderr
     assert "\nerror: the stream ended: " in failed.stderr
-    assert "\nFix the error above, then rerun with --resume.\n" in failed.stderr
+    assert "\nFix the error above, then " in failed.stderr
     assert not processes_of(toy / "limited")
 
 

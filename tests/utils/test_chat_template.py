@@ -12,7 +12,7 @@ from specforge_dspine.utils.chat_template import (
     split_reasoning,
     unfinished_reasoning,
 )
-from specforge_dspine.utils.invalid_row import InvalidRow
+from specforge_dspine.utils.errors import InvalidRow
 from tests.support.qwen3_tokenizer import qwen3_chat_tokenizer, qwen3_tokenizer
 
 EMPTY_REASONING = "<think>\n\n</think>\n\n"

@@ -83,9 +83,11 @@ def test_advice_follows_a_failure_of_the_work(capsys: pytest.CaptureFixture[str]
     def fail(_: Options) -> str:
         raise RunError("bad")
 
-    arguments = ["--samples", "s"]
-    assert run_command(Command(Sample, fail), arguments, module="m", doc=None, on_failure="Rerun.") == 1
-    assert capsys.readouterr().err == "error: bad\nRerun.\n"
+    def advice(options: Sample) -> str:
+        return f"rerun {options.samples}"
+
+    assert run_command(Command(Sample, fail), ["--samples", "s"], module="m", doc=None, advice=advice) == 1
+    assert capsys.readouterr().err == "error: bad\nFix the error above, then rerun s.\n"
 
 
 def test_an_unforeseen_error_keeps_its_traceback() -> None:
