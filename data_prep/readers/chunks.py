@@ -6,6 +6,7 @@ What cannot be read is an ``InvalidRow`` in place of an entry. It keeps its line
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,14 @@ Row = tuple[int | None, Any]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Chunk(ABC):
     """Some entries of ``source``, to be sent to a worker."""
 
     source: str
 
+    @abstractmethod
     def rows(self) -> Iterator[Row]:
         """The entries, parsed."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
