@@ -12,7 +12,8 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,7 @@ def bench(options: BenchOptions) -> str:
     return "\n".join([f"{figures['rows']} rows, {figures['megabytes']:.0f} MB, {figures['cores']} cores", *lines])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(BenchOptions, bench), argv, module="data_prep.bench", doc=__doc__)
-
+main = partial(run_command, Command(BenchOptions, bench), module="data_prep.bench", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

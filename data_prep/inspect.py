@@ -10,7 +10,8 @@ are positions where a block can begin: a supervised token with a supervised one 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,7 @@ def inspect(options: InspectOptions) -> str:
     return run_job(ledger, work, inputs.ignored)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(InspectOptions, inspect), argv, module="data_prep.inspect", doc=__doc__)
-
+main = partial(run_command, Command(InspectOptions, inspect), module="data_prep.inspect", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

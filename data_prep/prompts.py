@@ -16,6 +16,7 @@ could begin a held-out one is not trained on. OUTPUT.dropped.jsonl names every d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,7 @@ def select_prompts(options: PromptOptions) -> str:
     return run_job(ledger, work, inputs.ignored)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(PromptOptions, select_prompts), argv, module="data_prep.prompts", doc=__doc__)
-
+main = partial(run_command, Command(PromptOptions, select_prompts), module="data_prep.prompts", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,9 +12,10 @@ run is left as it is, and one with other inputs is refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,7 @@ def _servers(options: RegenerateOptions, max_length: int, required: Requirements
         yield ServerPool([server.url], required, timeout_s, options.patience)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(RegenerateOptions, regenerate), argv, module="data_prep.regenerate", doc=__doc__)
-
+main = partial(run_command, Command(RegenerateOptions, regenerate), module="data_prep.regenerate", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -10,7 +10,7 @@ bit-equal to the original release. The package is read as data and never importe
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -167,11 +167,12 @@ class TargetOptions(Options):
     dtype: Dtype = option("of the weights", default="bfloat16")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    command = Command(TargetOptions, lambda options: str(build(options.out, options.dtype)))
-    return run_command(command, argv, module="data_prep.target", doc=__doc__)
-
+main = partial(
+    run_command,
+    Command(TargetOptions, lambda options: str(build(options.out, options.dtype))),
+    module="data_prep.target",
+    doc=__doc__,
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -14,7 +14,8 @@ responses as rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,7 @@ def tokenize(options: TokenizeOptions) -> str:
     return run_job(open_ledger("tokenize", options, inputs, depends), work, inputs.ignored)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(TokenizeOptions, tokenize), argv, module="data_prep.tokenize", doc=__doc__)
-
+main = partial(run_command, Command(TokenizeOptions, tokenize), module="data_prep.tokenize", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

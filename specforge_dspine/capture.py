@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -186,10 +187,7 @@ def capture(options: CaptureOptions) -> str:
     return f"{folder.path}: complete, {len(folder.dropped)} samples dropped (see {MANIFEST})"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    return run_command(Command(CaptureOptions, capture), argv, module="specforge_dspine.capture", doc=__doc__)
-
+main = partial(run_command, Command(CaptureOptions, capture), module="specforge_dspine.capture", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

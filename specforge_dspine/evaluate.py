@@ -14,7 +14,7 @@ a finished one as it is. Sets, replay and servers: docs/evaluation.md; fields: d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
@@ -70,10 +70,7 @@ def evaluate(options: EvaluateOptions) -> str:
     return f"{table(result)}\nwrote {options.out / RESULT} and {options.out / ROUNDS}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(EvaluateOptions, evaluate), argv, module="specforge_dspine.evaluate", doc=__doc__)
-
+main = partial(run_command, Command(EvaluateOptions, evaluate), module="specforge_dspine.evaluate", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

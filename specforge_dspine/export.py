@@ -12,7 +12,7 @@ that cast the round trip is bit-exact. Writing verifies what was written; readin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -92,10 +92,7 @@ def export(options: ExportOptions) -> str:
     return f"wrote and verified {options.out}: {options.to} layout, {source}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    return run_command(Command(ExportOptions, export), argv, module="specforge_dspine.export", doc=__doc__)
-
+main = partial(run_command, Command(ExportOptions, export), module="specforge_dspine.export", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,7 @@ def draw(path: Path, report: dict[str, Any], metrics: Sequence[dict[str, float]]
         last.set(title="share of rounds accepted up to position", xlabel="position in the block", ylim=(0, 1))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(ReportOptions, make_report), argv, module="specforge_dspine.report", doc=__doc__)
-
+main = partial(run_command, Command(ReportOptions, make_report), module="specforge_dspine.report", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

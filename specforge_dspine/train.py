@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from specforge.training.assembly import build_model_bundle
@@ -120,17 +120,14 @@ def next_step(options: TrainOptions) -> str:
     return "run the same command again"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(
-        Command(TrainOptions, train),
-        argv,
-        module="specforge_dspine.train",
-        doc=__doc__,
-        expected=(RecipeError, CheckpointError, FileNotFoundError, ConnectionError),
-        advice=next_step,
-    )
-
+main = partial(
+    run_command,
+    Command(TrainOptions, train),
+    module="specforge_dspine.train",
+    doc=__doc__,
+    expected=(RecipeError, CheckpointError, FileNotFoundError, ConnectionError),
+    advice=next_step,
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())

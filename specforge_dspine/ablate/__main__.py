@@ -19,7 +19,6 @@ Finally ``specforge_dspine.ablate.report`` makes the report. It can be made agai
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import partial
 
 from specforge_dspine.ablate.inputs import ablation_inputs, check_distinct, claim_folder
@@ -55,10 +54,7 @@ def ablate(options: AblateOptions) -> None:
             stages.run("specforge_dspine.ablate.report", "--ablation", options.out)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(AblateOptions, ablate), argv, module="specforge_dspine.ablate", doc=__doc__)
-
+main = partial(run_command, Command(AblateOptions, ablate), module="specforge_dspine.ablate", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

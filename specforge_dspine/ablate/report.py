@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,7 @@ def make_report(options: ReportOptions) -> str:
     return "\n".join([*lines, f"written: {out}/ablation.md, {out}/ablation.json"])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(
-        Command(ReportOptions, make_report), argv, module="specforge_dspine.ablate.report", doc=__doc__
-    )
-
+main = partial(run_command, Command(ReportOptions, make_report), module="specforge_dspine.ablate.report", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -18,8 +18,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,10 +138,7 @@ def bench(options: BenchOptions) -> str:
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(BenchOptions, bench), argv, module="specforge_dspine.bench", doc=__doc__)
-
+main = partial(run_command, Command(BenchOptions, bench), module="specforge_dspine.bench", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -11,7 +11,7 @@ batch beside a second, unsupervised sequence, and the objective runs one block p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -46,12 +46,9 @@ def check_file(options: ConformanceOptions) -> str:
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(
-        Command(ConformanceOptions, check_file), argv, module="specforge_dspine.conformance", doc=__doc__
-    )
-
+main = partial(
+    run_command, Command(ConformanceOptions, check_file), module="specforge_dspine.conformance", doc=__doc__
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,7 +12,8 @@ run fails; 2 if a reference is missing.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -80,10 +81,7 @@ def print_result(name: str, details: str, problems: Iterable[object]) -> bool:
     return not lines
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(CurvesOptions, curves), argv, module="specforge_dspine.curves", doc=__doc__)
-
+main = partial(run_command, Command(CurvesOptions, curves), module="specforge_dspine.curves", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
 from functools import partial
 
 from specforge_dspine.demo.prepare import HELDOUT, TRAIN, DataOptions, PrepareOptions, prepare_data, samples_path
@@ -69,11 +68,13 @@ def evaluate(stages: Stages, recipe: Recipe, options: DataOptions, name: str) ->
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    advice = "the same command keeps the responses made so far"
-    return run_command(Command(DataOptions, demo), argv, module="specforge_dspine.demo", doc=__doc__, advice=advice)
-
+main = partial(
+    run_command,
+    Command(DataOptions, demo),
+    module="specforge_dspine.demo",
+    doc=__doc__,
+    advice="the same command keeps the responses made so far",
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())

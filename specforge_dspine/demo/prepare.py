@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
@@ -163,10 +163,7 @@ def prepare(options: PrepareOptions) -> str:
     return f"wrote {', '.join(options.splits)} into {options.out}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(Command(PrepareOptions, prepare), argv, module="specforge_dspine.demo.prepare", doc=__doc__)
-
+main = partial(run_command, Command(PrepareOptions, prepare), module="specforge_dspine.demo.prepare", doc=__doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

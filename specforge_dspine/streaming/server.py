@@ -24,6 +24,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -283,11 +284,13 @@ def serve(options: ServerOptions) -> None:
             time.sleep(1)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    module = "specforge_dspine.streaming.server"
-    return run_command(Command(ServerOptions, serve), argv, module=module, doc=__doc__, advice="the server has ended")
-
+main = partial(
+    run_command,
+    Command(ServerOptions, serve),
+    module="specforge_dspine.streaming.server",
+    doc=__doc__,
+    advice="the server has ended",
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())

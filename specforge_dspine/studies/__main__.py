@@ -16,7 +16,7 @@ command continues a stopped timing study. Fields: docs/studies.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from specforge_dspine.streaming.record import RecordError
 from specforge_dspine.studies.readout_study import ReadoutOptions, run_readout
@@ -29,12 +29,9 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(
-        COMMANDS, argv, module="specforge_dspine.studies", doc=__doc__, expected=(ValueError, OSError, RecordError)
-    )
-
+main = partial(
+    run_command, COMMANDS, module="specforge_dspine.studies", doc=__doc__, expected=(ValueError, OSError, RecordError)
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -6,8 +6,7 @@ A command declares its options as a subclass of ``Options``, one field each::
         run: Path | None = option("output_dir of a training run", default=None)
         to: Literal["sglang", "specforge"] = option("layout of the checkpoint")
 
-    def main(argv: Sequence[str] | None = None) -> int:
-        return run_command(Command(ExportOptions, export), argv, module="specforge_dspine.export", doc=__doc__)
+    main = partial(run_command, Command(ExportOptions, export), module="specforge_dspine.export", doc=__doc__)
 
 ``max_length`` becomes ``--max-length``. Tuples take one or more words, and ``bool`` fields are flags. The
 annotation's constraints (``gt``, ``ge``, ``Literal``, validators) are the option's range.
