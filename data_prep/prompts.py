@@ -56,9 +56,7 @@ class PromptOptions(Rules, JobOptions):
 class PromptSelector:
     """Takes rows in their order, and drops what is there already or no longer wanted.
 
-    Args:
-        near: the similarity of near duplicates, None to leave them.
-        limits: how many rows each output takes, None for all.
+    ``near``: the similarity of near duplicates, None to leave them. ``limits``: rows of each output, None for all.
     """
 
     def __init__(self, ledger: Ledger, near: float | None, limits: Sequence[int | None]) -> None:
@@ -106,11 +104,7 @@ class PromptSelector:
 
 
 def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """The user turns of evaluation sets with their places, and the sets' identities.
-
-    Raises:
-        ValueError: a set that cannot be read whole: then nobody could say what is in it.
-    """
+    """User turns of evaluation sets with their places, and the sets' identities; a ValueError if a row is invalid."""
     if not names:
         return [], {}
     inputs = open_inputs(names, limited=False)

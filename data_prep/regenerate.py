@@ -31,6 +31,7 @@ from data_prep.readers.inputs import open_inputs
 from specforge_dspine.streaming.server import ManagedServer
 from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
 from specforge_dspine.utils.cli import Command, option, parse_ids, run_command
+from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import model_fingerprint
 from specforge_dspine.utils.ledger import Ledger
 
@@ -90,7 +91,7 @@ def regenerate(options: RegenerateOptions) -> str:
                     generator = ResponseGenerator(tokenizer, settings, depends["target"][:SHORT], servers)
                     started, tokens = time.monotonic(), 0
                     for turn in generate_all(chain([first], unanswered), generator, ledger, options.in_flight):
-                        tokens += len(turn.record["output_ids"]) if turn.record else 0
+                        tokens += 0 if isinstance(turn.outcome, InvalidRow) else len(turn.outcome["output_ids"])
                         bar.set_postfix_str(f"{tokens / (time.monotonic() - started):.0f} tokens/s", refresh=False)
                         bar.update()
         tokens = cut = 0

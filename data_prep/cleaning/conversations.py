@@ -62,10 +62,9 @@ SHOWN = 40  # characters of a text that a detail quotes
 
 
 def read_conversation(entry: Any) -> list[Message]:
-    """All messages of one entry. Reasoning, in a field of its own or in ``<think>``, is in ``"reasoning_content"``.
+    """All messages of one entry; an InvalidRow if it is no conversation, as the module describes them.
 
-    Raises:
-        InvalidRow: it is not a conversation, as the module describes them.
+    Reasoning, in a field of its own or in ``<think>``, is in ``"reasoning_content"``.
     """
     if isinstance(entry, InvalidRow):
         raise entry
@@ -80,11 +79,7 @@ def read_conversation(entry: Any) -> list[Message]:
 
 
 def read_messages(entry: Any, max_turns: int | None = None) -> list[Message]:
-    """The messages of one entry up to its last user turn, at most ``max_turns`` user turns (None: all).
-
-    Raises:
-        InvalidRow: as ``read_conversation``.
-    """
+    """As ``read_conversation``, but up to the last user turn, and at most ``max_turns`` user turns (None: all)."""
     messages = read_conversation(entry)
     start = 1 if messages[0]["role"] == "system" else 0
     kept = messages if max_turns is None else messages[: start + 2 * max_turns - 1]

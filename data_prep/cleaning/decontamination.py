@@ -9,11 +9,7 @@ WORDS = 13  # so many consecutive words in common are no accident; shorter evalu
 
 
 class Contamination:
-    """The runs of ``WORDS`` words of evaluation texts.
-
-    Args:
-        texts: each with the name of where it is from; one without any word has nothing to be found by.
-    """
+    """The runs of ``WORDS`` words of evaluation ``texts``, each given with the name of where it is from."""
 
     def __init__(self, texts: Iterable[tuple[str, str]]) -> None:
         self._runs: dict[str, str] = {}

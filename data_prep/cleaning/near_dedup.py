@@ -42,11 +42,7 @@ def _empty() -> MinHash:
 
 
 class NearIndex:
-    """Signatures of the rows kept so far, in tables of ``db``.
-
-    Args:
-        threshold: the similarity from which a row is a near duplicate.
-    """
+    """Signatures of the rows kept so far, in tables of ``db``; from ``threshold`` on a similarity is near."""
 
     def __init__(self, db: sqlite3.Connection, threshold: float) -> None:
         split = MinHashLSH(threshold=min(threshold, MOST_BANDED), num_perm=PERMUTATIONS)  # which bands suit it

@@ -70,17 +70,13 @@ class Conversation:
 
 
 class Conversations:
-    """The conversations of ``inputs``, told apart by id; rows that are none are dropped on the way.
-
-    Attributes:
-        rows_in: responses wanted so far, and rows that are no conversation.
-    """
+    """The conversations of ``inputs``, told apart by id; rows that are none are dropped on the way."""
 
     def __init__(self, inputs: Inputs, ledger: Ledger, limit: int | None) -> None:
         self._rows = islice(rows_of(inputs), limit)
         self._ledger = ledger
         self._names: set[int] = set()
-        self.rows_in = 0
+        self.rows_in = 0  # responses wanted so far, and rows that are no conversation
 
     def unanswered(self, bar: tqdm[Any]) -> Iterator[Conversation]:
         """Conversations with turns that have no response yet; the others count as done in ``bar``."""
@@ -128,18 +124,16 @@ class TurnResult:
 
     conversation: Conversation
     turn: int
-    record: dict[str, Any] | None
-    reason: str = ""
-    detail: str = ""
+    outcome: dict[str, Any] | InvalidRow
 
     def write(self, ledger: Ledger) -> None:
         """Keep the record, or drop the turn."""
-        row, turn = self.conversation, self.turn
-        place = row.number * MAX_TURNS + turn
-        if self.record is not None:
-            ledger.keep(to_line(self.record), place=place)
+        row, outcome = self.conversation, self.outcome
+        place = row.number * MAX_TURNS + self.turn
+        if isinstance(outcome, InvalidRow):
+            ledger.drop(row.file, row.line, outcome.reason, outcome.detail, place=place, id=row.name, turn=self.turn)
         else:
-            ledger.drop(row.file, row.line, self.reason, self.detail, place=place, id=row.name, turn=turn)
+            ledger.keep(to_line(outcome), place=place)
 
 
 @dataclass(frozen=True)
@@ -163,18 +157,14 @@ class ResponseGenerator:
             try:
                 records.append(self._record(conversation, records))
             except InvalidRow as error:
-                after = "an earlier turn has no response", f"turn {turn}: {error.reason}"
-                lost = [TurnResult(conversation, later, None, *after) for later in range(turn + 1, turns)]
-                yield [TurnResult(conversation, turn, None, error.reason, error.detail), *lost]
+                after = InvalidRow("an earlier turn has no response", f"turn {turn}: {error.reason}")
+                lost = [TurnResult(conversation, later, after) for later in range(turn + 1, turns)]
+                yield [TurnResult(conversation, turn, error), *lost]
                 return
             yield [TurnResult(conversation, turn, records[-1])]
 
     def _record(self, conversation: Conversation, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The record of the turn after those of ``records``.
-
-        Raises:
-            InvalidRow: there is none.
-        """
+        """The record of the turn after those of ``records``; an InvalidRow if there is none."""
         with errors_as_invalid_row():
             prompt = self._prompt(conversation, records)
         name = f"{conversation.name}.{len(records)}"

@@ -45,12 +45,7 @@ class Requirements:
 
 
 def check_server(url: str, required: Requirements) -> str:
-    """The dtype of a running server that serves what is required.
-
-    Raises:
-        WrongServerError: it serves something else, or in another way.
-        ConnectionError: nobody answers.
-    """
+    """The dtype of a running server that serves what is required; else a WrongServerError or ConnectionError."""
     with requests.Session() as session:
         session.trust_env = False  # as SGLangClient does
         try:
@@ -87,10 +82,8 @@ class _Server:
 class ServerPool:
     """Servers of one target, for any number of threads.
 
-    Args:
-        urls: where they are; all were found to serve what is ``required``.
-        timeout_s: seconds after which a request counts as lost.
-        patience_s: seconds after the failure of the last working server after which nobody waits any longer.
+    All ``urls`` were found to serve what is ``required``. After ``timeout_s`` seconds a request counts as lost, and
+    ``patience_s`` seconds after the last working server failed, nobody waits any longer.
     """
 
     def __init__(self, urls: Sequence[str], required: Requirements, timeout_s: float, patience_s: float) -> None:

@@ -49,14 +49,10 @@ def open_ledger(
     reads: Sequence[str] = (),
     more_outputs: Sequence[Path] = (),
 ) -> Ledger:
-    """The ledger of a command's ``--output`` and ``more_outputs``.
+    """The ledger of a command's ``--output`` and ``more_outputs``; a LedgerError if one is read, or written twice.
 
-    Args:
-        depends: what decides the output beside the inputs and the limit, with the command's ``format_version``.
-        reads: names of what is read beside ``--input``.
-
-    Raises:
-        LedgerError: an output is an input, or another output.
+    ``depends``, with the command's ``format_version``, and the inputs decide the output. ``reads`` names what is read
+    beside ``--input``.
     """
     files = [each.name for each in inputs.found]
     roots = [Path(name) for name in options.input if Path(name).is_dir()]

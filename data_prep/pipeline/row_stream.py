@@ -22,8 +22,7 @@ MIN_AHEAD = 4  # chunks that each of many interleaved inputs has under way: of a
 class RowStream:
     """What a pool's function returns for the rows of all inputs, in order. The position is in the ledger.
 
-    Args:
-        interleave: takes a row of each input in turn, instead of one input after the other.
+    ``interleave`` takes a row of each input in turn, instead of one input after the other.
     """
 
     def __init__(self, inputs: Inputs, pool: WorkerPool, ledger: Ledger, *, interleave: bool = False) -> None:
@@ -71,14 +70,10 @@ class RowStream:
 
 
 class _InputStream:
-    """Results for the rows of inputs, one input after the other.
-
-    Attributes:
-        position: inputs that are done with, chunks of the one after them, rows of the chunk after those.
-    """
+    """Results for the rows of inputs, one input after the other."""
 
     def __init__(self, inputs: Sequence[Input], position: Sequence[int], pool: WorkerPool) -> None:
-        self.position = tuple(position)
+        self.position = tuple(position)  # inputs done with, chunks of the one after, rows of the chunk after those
         self.is_dry = False
         self._pool = pool
         self._chunks = self._numbered_chunks(inputs)

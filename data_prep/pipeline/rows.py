@@ -24,11 +24,7 @@ SHOWN_ERROR = 200  # characters of an unforeseen error's message
 
 @contextlib.contextmanager
 def errors_as_invalid_row() -> Iterator[None]:
-    """Around what is done for one row and depends on its content alone.
-
-    Raises:
-        InvalidRow: the row cannot be used; for an unforeseen exception with its kind, words and place.
-    """
+    """Around what depends on one row's content: an unforeseen exception becomes an InvalidRow with its place."""
     try:
         yield
     except (InvalidRow, *NOT_THE_ROWS):

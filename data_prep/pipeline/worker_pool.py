@@ -29,11 +29,7 @@ def cores() -> int:
 
 
 class WorkerPool:
-    """Processes that apply a function to chunks, once there are enough of them; use it as a context.
-
-    Args:
-        prepare: returns the function, from ``arguments``; called once in every process.
-    """
+    """Processes that apply the function ``prepare(*arguments)`` to chunks, once there are enough; for ``with``."""
 
     def __init__(self, count: int, prepare: Callable[..., Function], *arguments: Any) -> None:
         self.ahead = PER_WORKER * count + 1  # chunks to have under way, so that no worker waits
@@ -47,11 +43,7 @@ class WorkerPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Ends the workers.
-
-        Raises:
-            WorkerKilledError: a worker was killed, which inside of the context is a ``BrokenProcessPool``.
-        """
+        """End the workers; a ``BrokenProcessPool`` inside of the context becomes a WorkerKilledError."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
         if isinstance(error, BrokenProcessPool):

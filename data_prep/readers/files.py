@@ -39,11 +39,7 @@ def file_chunks(path: Path) -> Iterator[Chunk]:
 
 
 def errors_as_rows(source: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The chunks, and an invalid row in place of those that an error of the file keeps from being read.
-
-    Raises:
-        OSError, MemoryError: the machine is at its end, which is no fault of the file.
-    """
+    """The chunks, and an invalid row in place of those that an error of the file, not of the machine, stops."""
     has_any = False
     try:
         for chunk in chunks:

@@ -47,9 +47,7 @@ class Inputs:
 def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
     """Everything that ``names`` stand for, in their order; a folder's files by name.
 
-    Raises:
-        ValueError: a name that stands for nothing, a file of no known kind, or an endless source where
-            ``limited`` is False.
+    A ValueError names what stands for nothing, is of no known kind, or is endless where ``limited`` is False.
     """
     result = Inputs([], [])
     for name in names:

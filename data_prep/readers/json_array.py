@@ -26,18 +26,12 @@ REST_INVALID = "the rest of the file is not valid JSON"
 class EntryReader:
     """Takes a file's bytes block by block and returns the entries that are complete.
 
-    Args:
-        largest: bytes of an entry at most; beyond, a quotation mark or bracket must be missing.
-        offset: byte of the file at which the first block begins.
-
-    Attributes:
-        line: the line that was reached.
-        has_failed: whether the last entry returned stands for the rest of the file.
+    An entry has at most ``largest`` bytes; the first block begins at byte ``offset`` of the file.
     """
 
     def __init__(self, largest: int, offset: int = 0) -> None:
-        self.line = 1
-        self.has_failed = False
+        self.line = 1  # that was reached
+        self.has_failed = False  # whether the last entry returned stands for the rest of the file
         self._largest = largest
         self._events = ijson.sendable_list()
         self._parser = ijson.basic_parse_coro(self._events, multiple_values=True)

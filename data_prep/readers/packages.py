@@ -33,11 +33,7 @@ class Package:
     endless: bool = False
 
     def identity(self, name: str) -> str:
-        """What decides the content.
-
-        Raises:
-            ValueError: the package is not installed.
-        """
+        """What decides the content; a ValueError if the package is not installed."""
         try:
             return f"{name} from {self.distribution} {version(self.distribution)}"
         except PackageNotFoundError:

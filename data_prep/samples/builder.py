@@ -1,13 +1,17 @@
 """Training samples of responses: S token ids, and a loss mask that is 1 on exactly what the target wrote.
 
 A response of the target comes with its ids, sent and returned, and they are taken as they are. Its end token is
-supervised because it was emitted. A response of the data set is rendered (``rendering``) and encoded in two parts, as
-a server reads the one and writes the other.
+supervised because it was emitted. A response of the data set is rendered and encoded in two parts, as a server reads
+the one and writes the other. The prompt is what the target's chat template makes of the turns before it, with the
+opening of a response; the response is what the template adds when it gets that too. No pattern of role markers is
+involved, so it works for any template, and refuses those that rewrite what they were given. Of what the template
+adds, only the response's own text counts, and its end token. An empty ``<think></think>`` or a line break behind the
+end token is the template's, not the target's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from data_prep.cleaning.conversations import read_conversation
 from data_prep.pipeline.rows import Results, errors_as_invalid_row, hash_64, map_rows, row_id, row_name
 from data_prep.readers.chunks import Chunk
-from data_prep.samples.rendering import render_response
 from data_prep.samples.statistics import TargetVocabulary
-from specforge_dspine.utils.chat_template import THINKING, Message
+from specforge_dspine.utils.chat_template import THINKING, Message, template_errors
 from specforge_dspine.utils.cli import Options, option
 from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import to_line
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 MIN_SUPERVISED = 2  # an anchor and the token behind it
 FINISHES = ("stop", "length", None)  # how a response ended: by itself, at a limit, unknown
 DATASET = "dataset"  # origin of responses that the target did not write
+PLACEHOLDER = "specforge-dspine: an answer stands here"
 
 
 class SampleSettings(Options):
@@ -80,11 +84,7 @@ class SampleBuilder:
         self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(self._vocabulary.end_ids)]
 
     def samples(self, source: str, entry: Any) -> Iterator[dict[str, Any] | InvalidRow]:
-        """A sample for every response in ``entry``, or why it gives none.
-
-        Raises:
-            InvalidRow: there is no response in it.
-        """
+        """A sample for every response in ``entry``, or why it gives none; an InvalidRow if there is no response."""
         if isinstance(entry, dict) and {"prompt_ids", "output_ids"} <= entry.keys():
             yield self._of_record(source, entry)
             return
@@ -168,3 +168,53 @@ class SampleBuilder:
             "origin": origin,
         }
         return sample | {"cut": cut} if cut else sample
+
+
+def render_response(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    ends: Sequence[str],
+    *,
+    enable_thinking: bool | None,
+    was_cut: bool,
+) -> tuple[str, str]:
+    """The prompt given to the target, and the completion that it would write: the last message, an assistant's.
+
+    An InvalidRow if the template does not render these turns, or not so that the response can be told apart. ``ends``
+    are texts of the tokens that end a response; none is added to one that ``was_cut``.
+    """
+    response = messages[-1]
+    reasoning, content = response.get("reasoning_content", "").strip("\n"), response["content"]
+    if reasoning and enable_thinking is False:
+        raise InvalidRow("reasoning in a response without thinking", "use --thinking on, or leave such rows out")
+    switch: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+
+    def render(turns: Sequence[Message], *, opens: bool = False) -> str:
+        with template_errors():
+            text = tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=opens, **switch)
+        assert isinstance(text, str)
+        return text
+
+    prompt = render(messages[:-1], opens=True)
+    # A placeholder shows what the template puts around the response, whatever words the response itself has.
+    framed = _added(prompt, render([*messages[:-1], response | {"content": PLACEHOLDER}]))
+    opening, found, tail = framed.partition(PLACEHOLDER)
+    if reasoning and reasoning not in opening:
+        raise InvalidRow("the template drops the reasoning", f"{reasoning[:60]!r}")
+    added = _added(prompt, render(messages))
+    body = added[len(opening) : len(added) - len(tail)]
+    if not found or not added.startswith(opening) or not added.endswith(tail) or body.strip() != content.strip():
+        raise InvalidRow("the template rewrites the response", f"{content[:60]!r} became {added[:60]!r}")
+    ending = "" if was_cut else next((text for text in ends if tail.startswith(text)), "")
+    if reasoning:  # the target itself opens its reasoning
+        return prompt, opening + body + ending
+    return prompt + opening, body + ending
+
+
+def _added(prompt: str, whole: str) -> str:
+    """What ``whole`` has behind ``prompt``."""
+    if not whole.startswith(prompt):
+        at = next((k for k, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
+        reason = "the template renders a prompt differently with its response"
+        raise InvalidRow(reason, f"at {prompt[at : at + 40]!r}")
+    return whole[len(prompt) :]

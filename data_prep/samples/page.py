@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -57,13 +57,10 @@ def statistics_lines(statistics: SampleStatistics) -> Iterator[Line]:
             yield [(f"{low:>7}–{high:<7} {number:>8} {'█' * -(-BAR * number // most)}", "plain")]
     totals = {"samples": statistics.samples, **{name: sum(values) for name, values in statistics.series.items()}}
     counts = {"": totals, "origin: ": statistics.origins, "finish: ": statistics.finishes}
-    yield [("; ".join(name + _listed(each) for name, each in counts.items()), "plain")]
+    parts = (name + ", ".join(f"{n} {kind}" for kind, n in each.items()) for name, each in counts.items())
+    yield [("; ".join(parts), "plain")]
     for problem, places in statistics.warnings.items():
         yield [(f"warning: {statistics.counts[problem]} × {problem} ({'; '.join(places)})", "warning")]
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{number} {name}" for name, number in counts.items())
 
 
 def terminal_text(lines: Sequence[Line], *, color: bool) -> str:

@@ -43,11 +43,7 @@ class Sample:
 
 
 def read_sample(place: str, entry: Any) -> Sample:
-    """The sample in a row.
-
-    Raises:
-        InvalidRow: there is none in it.
-    """
+    """The sample in a row; an InvalidRow if there is none in it."""
     if isinstance(entry, InvalidRow):
         raise entry
     if not isinstance(entry, dict):

@@ -63,10 +63,11 @@ def generated(template: str, messages: list[dict[str, str]], *texts: str) -> tup
 def test_a_template_that_refuses_a_system_message_costs_the_turn() -> None:
     chat = [said("system", "S"), said("user", "a"), said("assistant", "x"), said("user", "b")]
     first, second = generated(SYSTEM_REFUSED + SMOLLM2, chat, "never asked")[0]
-    assert (first.reason, first.detail) == ("the template refuses these turns", "No system role")
-    assert second.reason == "an earlier turn has no response"
+    assert (first.outcome.reason, first.outcome.detail) == ("the template refuses these turns", "No system role")
+    assert second.outcome.reason == "an earlier turn has no response"
     assert all(
-        each.record for each in generated(SYSTEM_REFUSED + SMOLLM2, chat[1:], "one<|im_end|>", "two<|im_end|>")[0]
+        isinstance(each.outcome, dict)
+        for each in generated(SYSTEM_REFUSED + SMOLLM2, chat[1:], "one<|im_end|>", "two<|im_end|>")[0]
     )
 
 
@@ -77,16 +78,17 @@ def test_reasoning_that_the_prompt_opened_and_the_limit_cut_is_no_response() -> 
     assert opening != SMOLLM2
     chat = [said("user", "a"), said("assistant", "x"), said("user", "b")]
     (first, second), source = generated(opening, chat, "I am still thinking about")
-    assert first.record is not None and second.reason == "the earlier response was cut off while thinking"
+    assert isinstance(first.outcome, dict)
+    assert second.outcome.reason == "the earlier response was cut off while thinking"
     assert len(source.prompts) == 1
     (first, second), source = generated(opening, chat, "hm</think>yes<|im_end|>", "no</think>no<|im_end|>")
-    assert second.record is not None and "hm</think>yes" in source.prompts[1]
+    assert isinstance(second.outcome, dict) and "hm</think>yes" in source.prompts[1]
 
 
 def test_an_error_in_rendering_costs_the_turn_and_a_lost_server_ends_the_job() -> None:
     chat = [said("user", "a")]
     (result,) = generated("{{ 1 // 0 }}", chat, "never asked")[0]
-    assert result.reason == "unexpected ZeroDivisionError"
+    assert result.outcome.reason == "unexpected ZeroDivisionError"
 
     class Lost:
         def generate(self, prompt: list[int], **options: Any) -> Completion:

@@ -15,8 +15,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config
 
 from data_prep import tokenize
-from data_prep.samples.builder import SampleBuilder, SampleSettings, Target
-from data_prep.samples.rendering import render_response
+from data_prep.samples.builder import SampleBuilder, SampleSettings, Target, render_response
 from specforge_dspine.utils.chat_template import SHORT, prompt_ids
 from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import model_fingerprint, to_line
