@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_prep.pipeline.command import JobOptions, load_target, open_ledger, run_job
+from data_prep.pipeline.command import JobOptions, load_target, run_job
 from data_prep.pipeline.rows import errors_as_invalid_row
 from data_prep.readers.inputs import open_inputs, rows_of
 from data_prep.samples.page import Line, html_page, sample_lines, statistics_lines, terminal_text
@@ -77,9 +77,8 @@ def inspect(options: InspectOptions) -> str:
         ledger.keep(html_page(lines, title=" ".join(map(printable, options.input))).encode())
         return {"rows_in": statistics.samples + dropped, "rows_kept": statistics.samples, **statistics.summary()}
 
-    ledger = open_ledger("inspect", options, inputs, depends)
-    ledger.overwrite |= ledger.is_own()  # to look again is what the command is for
-    return run_job(ledger, work, inputs.ignored)
+    # To look again is what the command is for.
+    return run_job("inspect", options, inputs, depends, work, replaces_own=True)
 
 
 main = partial(run_command, Command(InspectOptions, inspect), module="data_prep.inspect", doc=__doc__)

@@ -24,7 +24,7 @@ from pydantic import model_validator
 
 from data_prep.cleaning.conversations import read_conversation, user_turns
 from data_prep.cleaning.filters import Candidate, Rules, prepare_screening
-from data_prep.pipeline.command import JobOptions, open_ledger, run_job
+from data_prep.pipeline.command import JobOptions, run_job
 from data_prep.pipeline.row_stream import RowStream
 from data_prep.pipeline.rows import errors_as_invalid_row
 from data_prep.pipeline.worker_pool import WorkerPool, cores
@@ -132,7 +132,6 @@ def select_prompts(options: PromptOptions) -> str:
         "format_version": FORMAT_VERSION,
     }
     heldout = [options.heldout] if options.heldout else []
-    ledger = open_ledger("prompts", options, inputs, depends, more_outputs=heldout, reads=options.decontaminate)
 
     def work(ledger: Ledger) -> Mapping[str, Any]:
         selector = PromptSelector(ledger, rules.near, [options.limit, options.heldout_limit][: len(ledger.outputs)])
@@ -146,7 +145,7 @@ def select_prompts(options: PromptOptions) -> str:
             raise ValueError(f"not one prompt in {rows.rows_in} rows: {ledger.reasons()}")
         return {"rows_in": rows.rows_in}
 
-    return run_job(ledger, work, inputs.ignored)
+    return run_job("prompts", options, inputs, depends, work, more_outputs=heldout, reads=options.decontaminate)
 
 
 main = partial(run_command, Command(PromptOptions, select_prompts), module="data_prep.prompts", doc=__doc__)

@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from data_prep.generation.responses import Conversations, GenerationSettings, ResponseGenerator, generate_all
 from data_prep.generation.server_pool import Requirements, ServerPool, check_server
-from data_prep.pipeline.command import JobOptions, load_target, open_ledger, run_job
+from data_prep.pipeline.command import JobOptions, load_target, run_job
 from data_prep.readers.inputs import open_inputs
 from specforge_dspine.streaming.server import ManagedServer
 from specforge_dspine.utils.chat_template import SHORT, THINKING, check_template, tokenizer_identity
@@ -102,7 +102,7 @@ def regenerate(options: RegenerateOptions) -> str:
             raise ValueError(f"not one response to {conversations.rows_in} turns: {ledger.reasons()}")
         return {"rows_in": conversations.rows_in, "generated_tokens": tokens, "cut_by_the_limit": cut}
 
-    return run_job(open_ledger("regenerate", options, inputs, depends), work, inputs.ignored)
+    return run_job("regenerate", options, inputs, depends, work)
 
 
 def job_inputs(target: Path, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings) -> dict[str, Any]:

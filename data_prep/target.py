@@ -67,7 +67,13 @@ def build(out: Path, dtype: str = "bfloat16") -> Path:
     gguf = find_gguf()
     logger.info("expanding %s to %s (about half a minute)", gguf.name, dtype)
     with atomic_folder(out) as folder:
-        _convert(gguf, folder, dtype)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
+        tokenizer = read_tokenizer(gguf)
+        ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+        model.generation_config = GenerationConfig(**ids)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        _check(model.eval(), folder, tokenizer)
         write_json(folder / SOURCE_FILE, source)
     return out
 
@@ -86,16 +92,6 @@ def find_gguf() -> Path:
     if digest != GGUF_SHA256:
         raise ConversionError(f"{found[0]} has SHA-256 {digest}, expected {GGUF_SHA256}; {advice} --force-reinstall")
     return found[0]
-
-
-def _convert(gguf: Path, out: Path, dtype: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype)).eval()
-    tokenizer = read_tokenizer(gguf)
-    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
-    model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    _check(model, out, tokenizer)
 
 
 def read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:

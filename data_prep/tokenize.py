@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from data_prep.pipeline.command import JobOptions, load_target, open_ledger, run_job
+from data_prep.pipeline.command import JobOptions, load_target, run_job
 from data_prep.pipeline.row_stream import RowStream
 from data_prep.pipeline.worker_pool import WorkerPool, cores
 from data_prep.readers.inputs import open_inputs
@@ -93,7 +93,7 @@ def tokenize(options: TokenizeOptions) -> str:
             raise ValueError(f"not one sample in {rows.rows_in} rows: {ledger.reasons()}")
         return {"rows_in": rows.rows_in, "cut_by_max_length": cut}
 
-    return run_job(open_ledger("tokenize", options, inputs, depends), work, inputs.ignored)
+    return run_job("tokenize", options, inputs, depends, work)
 
 
 main = partial(run_command, Command(TokenizeOptions, tokenize), module="data_prep.tokenize", doc=__doc__)

@@ -47,14 +47,9 @@ CJK = (
 )
 """Han characters and kana, for a character class; Korean has spaces."""
 WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
-PIECE = re.compile(rf"[{CJK}]|[^\s{CJK}]+")
+PIECE = re.compile(rf"[{CJK}]|[^\s{CJK}]+")  # with the punctuation at it; symbols alone are words too
 
 
 def words_of(text: str) -> list[str]:
     """Case folded words, without punctuation."""
     return WORD.findall(text.casefold())
-
-
-def pieces_of(text: str) -> list[str]:
-    """Words with the punctuation at them; symbols alone are words too."""
-    return PIECE.findall(text)

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from datasketch import MinHash, MinHashLSH
 
-from data_prep.cleaning.decontamination import pieces_of
+from data_prep.cleaning.decontamination import PIECE
 
 PERMUTATIONS = 128
 SHINGLE_WORDS = 3  # consecutive words that are one element of a text's set
@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS bands (band INTEGER, number INTEGER, PRIMARY KEY (ban
 
 def signature(text: str) -> bytes:
     """The MinHash of a normalized text's word triples: uint32 [P]."""
-    words = pieces_of(text)
+    words = PIECE.findall(text)
     shingles = {" ".join(words[k : k + SHINGLE_WORDS]) for k in range(max(1, len(words) - SHINGLE_WORDS + 1))}
     sketch = _empty().copy()
     sketch.update_batch([shingle.encode() for shingle in shingles])

@@ -147,10 +147,7 @@ class ResponseGenerator:
     _encoding: threading.Lock = field(default_factory=threading.Lock)  # a tokenizer is not made for several threads
 
     def responses(self, conversation: Conversation) -> Iterator[list[TurnResult]]:
-        """The turns that have no response yet, in order. A turn without response ends the conversation.
-
-        It comes together with those behind it, to be kept together.
-        """
+        """The turns that have no response yet, in order; one that gets none comes together with all behind it."""
         records = list(conversation.records)
         turns = len(conversation.user_places)
         for turn in range(len(records), turns):
@@ -219,12 +216,7 @@ class ResponseGenerator:
 def generate_all(
     conversations: Iterator[Conversation], generator: ResponseGenerator, ledger: Ledger, in_flight: int
 ) -> Iterator[TurnResult]:
-    """Generate in ``in_flight`` threads; every turn is in the ledger, committed, before it is yielded.
-
-    Raises:
-        ServersLostError: what came before is in the ledger.
-        WrongServerError: another target answers.
-    """
+    """Generate in ``in_flight`` threads; turns are committed before they are yielded, or their error raised."""
     tasks: queue.SimpleQueue[Conversation | None] = queue.SimpleQueue()
     results: queue.SimpleQueue[list[TurnResult] | BaseException | None] = queue.SimpleQueue()
 

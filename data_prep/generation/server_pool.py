@@ -95,12 +95,9 @@ class ServerPool:
         self._failed_requests = 0  # in a row
 
     def generate(self, prompt: list[int], **options: Any) -> Completion:
-        """As ``SGLangClient.generate``, for one prompt.
+        """As ``SGLangClient.generate``, for one prompt; an InvalidRow if servers that work refuse it or fail on it.
 
-        Raises:
-            InvalidRow: a server refused the prompt, or servers that work failed on it.
-            WrongServerError: another target is behind a URL now.
-            ServersLostError: no server has worked for ``patience_s``, or for ``MAX_FAILED_REQUESTS`` requests.
+        A WrongServerError if another target is behind a URL now, a ServersLostError if no server works any longer.
         """
         problem: Exception | None = None
         for _ in range(ATTEMPTS):

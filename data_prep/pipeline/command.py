@@ -40,41 +40,41 @@ def load_target(path: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     return AutoConfig.from_pretrained(path).get_text_config(), AutoTokenizer.from_pretrained(path)
 
 
-def open_ledger(
+def run_job(
     command: str,
     options: JobOptions,
     inputs: Inputs,
     depends: Mapping[str, Any],
+    work: Callable[[Ledger], Mapping[str, Any]],
     *,
     reads: Sequence[str] = (),
     more_outputs: Sequence[Path] = (),
-) -> Ledger:
-    """The ledger of a command's ``--output`` and ``more_outputs``; a LedgerError if one is read, or written twice.
+    replaces_own: bool = False,
+) -> str:
+    """Do ``work``, or find it done; returns a sentence about the output.
 
-    ``depends``, with the command's ``format_version``, and the inputs decide the output. ``reads`` names what is read
-    beside ``--input``.
+    Args:
+        depends: what decides the output beside the inputs and the limit, with the command's ``format_version``.
+        work: gets the opened ledger and returns facts for the summary, among them ``rows_in``.
+        reads: names of what is read beside ``--input``.
+        more_outputs: files beside ``--output``; none may be read or written twice.
+        replaces_own: whether a finished output of the same command is made again.
     """
     files = [each.name for each in inputs.found]
     roots = [Path(name) for name in options.input if Path(name).is_dir()]
     parents = {parent for name in files for parent in Path(name).parents}
     folders = [str(parent) for parent in parents if any(root in parent.parents for root in roots)]
-    return Ledger(
+    ledger = Ledger(
         [options.output, *more_outputs],
         command,
         {"limit": options.limit, **depends, "files": inputs.identities},
         reads=[*(name for name in options.input if Path(name).exists()), *files, *folders, *reads],
         overwrite=options.overwrite,
     )
-
-
-def run_job(ledger: Ledger, work: Callable[[Ledger], Mapping[str, Any]], ignored: Sequence[str] = ()) -> str:
-    """Do ``work``, or find it done; returns a sentence about the output.
-
-    ``work`` gets the opened ledger and returns facts for the summary, among them ``rows_in``.
-    """
+    ledger.overwrite |= replaces_own and ledger.is_own()
     if ledger.is_finished():
         return f"{ledger.output} is there already, made from these very inputs"
-    for path in ignored:
+    for path in inputs.ignored:
         logger.info("not read: %s", path)
     with ledger:
         ended = ledger.ended()
@@ -89,5 +89,5 @@ def run_job(ledger: Ledger, work: Callable[[Ledger], Mapping[str, Any]], ignored
         logger.info("every dropped row with its line: %s", ledger.dropped_path)
     if "rows_by_file" not in summary:
         return f"{summary['rows_in']} rows read, {summary['rows_kept']} of them good; see {ledger.output}"
-    files = ", ".join(f"{number} in {name}" for name, number in summary["rows_by_file"].items())
-    return f"{summary['rows_in']} rows read, {summary['rows_kept']} kept ({files})"
+    kept = ", ".join(f"{number} in {name}" for name, number in summary["rows_by_file"].items())
+    return f"{summary['rows_in']} rows read, {summary['rows_kept']} kept ({kept})"

@@ -107,7 +107,11 @@ def _file(path: Path) -> Input:
 
 def _add_folder(folder: Path, result: Inputs) -> None:
     if any((folder / mark).is_file() for mark in SAVED_MARKS):
-        result.found.extend(_saved(folder))
+        from datasets import Dataset, load_from_disk
+
+        saved = load_from_disk(str(folder))
+        splits = {"": saved} if isinstance(saved, Dataset) else {f":{name}": table for name, table in saved.items()}
+        result.found.extend(_table(f"{printable(folder)}{split}", table) for split, table in splits.items())
         return
     closed: list[OSError] = []
     data, ignored = _walk(folder, closed)
@@ -147,14 +151,6 @@ def _walk(folder: Path, closed: list[OSError]) -> tuple[list[Path], list[tuple[P
             else:
                 data.append(path)  # a broken link too: its row says that it cannot be read
     return data, ignored
-
-
-def _saved(folder: Path) -> Iterator[Input]:
-    from datasets import Dataset, load_from_disk
-
-    saved = load_from_disk(str(folder))
-    splits = {"": saved} if isinstance(saved, Dataset) else {f":{name}": table for name, table in saved.items()}
-    return (_table(f"{printable(folder)}{split}", table) for split, table in splits.items())
 
 
 def _table(name: str, table: Any) -> Input:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from data_prep.pipeline.command import run_job
+from data_prep.pipeline.command import JobOptions, run_job
+from data_prep.readers.inputs import Inputs
 from specforge_dspine.utils.ledger import Ledger, LedgerError, LedgerWriteError
 from tests.support import ROOT
 
@@ -257,8 +258,8 @@ def test_a_job_whose_files_could_not_be_written_finishes_without_its_rows_twice(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rows are in the ledger then, and so is that they are all."""
-    ledger, out = Ledger([tmp_path / "out"], command, {}), tmp_path / "out"
-    work = {"calls": 0}
+    out, work = tmp_path / "out", {"calls": 0}
+    job = command, JobOptions(input=(), output=out), Inputs([], []), {}
 
     def once(opened: Ledger) -> dict[str, int]:
         work["calls"] += 1
@@ -267,9 +268,9 @@ def test_a_job_whose_files_could_not_be_written_finishes_without_its_rows_twice(
 
     partial_of(tmp_path / "out").mkdir()
     with pytest.raises(LedgerWriteError, match="the same command finishes the work"):
-        run_job(ledger, once)
+        run_job(*job, once)
     partial_of(tmp_path / "out").rmdir()
-    assert run_job(Ledger([out], command, {}), once).startswith("50 rows read, 50 kept")
+    assert run_job(*job, once).startswith("50 rows read, 50 kept")
     assert work["calls"] == 1 and len(out.read_text().splitlines()) == 50
 
 
