@@ -21,9 +21,8 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
-from specforge_dspine.ablate.inputs import ablation_inputs, check_distinct, claim_folder
 from specforge_dspine.ablate.runs import AblateOptions, Progress, VariantRun, train_and_evaluate
-from specforge_dspine.ablate.variants import parse_variants
+from specforge_dspine.ablate.variants import ablation_inputs, check_distinct, claim_folder, parse_variants
 from specforge_dspine.evaluation.benchmarks import open_sets
 from specforge_dspine.training.recipe import load_recipe
 from specforge_dspine.training.run_dir import exclusive

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from specforge_dspine.ablate.figures import LABELS, draw_figures
-from specforge_dspine.ablate.inputs import INPUTS
 from specforge_dspine.ablate.markdown import PAPER, PAPER_LABEL, PAPER_SETS, UNDISTURBED, markdown
 from specforge_dspine.ablate.runs import SPEED, VariantRun
-from specforge_dspine.ablate.statistics import Counts, count, differences, smoothed, taus, verdict
-from specforge_dspine.ablate.variants import VARIANTS
+from specforge_dspine.ablate.statistics import Counts, count, differences, taus, verdict
+from specforge_dspine.ablate.variants import INPUTS, VARIANTS
 from specforge_dspine.decoding.loop import Trace
 from specforge_dspine.evaluation.bootstrap import RESAMPLES
 from specforge_dspine.evaluation.results import ROUNDS, acceptance_by_position, traces_of
@@ -68,17 +67,11 @@ def finished_runs(folder: Path) -> tuple[dict[str, list[VariantRun]], list[str]]
     return finished, others
 
 
-def traces_by_set(runs: Sequence[VariantRun]) -> dict[str, list[list[Trace]]]:
-    """The greedy responses of several seeds, by set."""
-    traces = [traces_of(read_jsonl(run.evaluation / ROUNDS), 0.0) for run in runs]
-    return {name: [each[name] for each in traces] for name in traces[0]}
-
-
 def curve(lines: Sequence[dict[str, float]], name: str) -> dict[str, float]:
-    """A metric over the steps; τ is that of the output which decoding uses."""
+    """Means of a metric over ``BINS`` equal ranges, by the last step; τ is that of the output which decoding uses."""
     used = f"refined_{name}" if name == "tau" and f"refined_{name}" in lines[0] else name
-    points = smoothed([int(line["step"]) for line in lines], [line[used] for line in lines], BINS)
-    return {str(step): value for step, value in points.items()}
+    parts = np.array_split(np.arange(len(lines)), min(BINS, len(lines)))
+    return {str(int(lines[part[-1]]["step"])): float(np.mean([lines[k][used] for k in part])) for part in parts}
 
 
 def step_seconds(lines: Sequence[dict[str, float]]) -> list[float]:
@@ -136,7 +129,8 @@ def gather(folder: Path) -> dict[str, Any]:
         raise ValueError(f"no run of {folder} is finished; the ablation's command continues it")
     entries, counts = {}, {}
     for variant, of_variant in runs.items():
-        traces = traces_by_set(of_variant)
+        by_seed = [traces_of(read_jsonl(run.evaluation / ROUNDS), 0.0) for run in of_variant]  # greedy
+        traces = {name: [each[name] for each in by_seed] for name in by_seed[0]}
         by_set = {name: count(each) for name, each in traces.items()}
         entries[variant] = variant_entry(of_variant, traces, by_set)
         counts[variant] = {

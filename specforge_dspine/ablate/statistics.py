@@ -12,7 +12,7 @@ degrees of freedom, excludes 0 as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,8 +44,7 @@ class Tau(NamedTuple):
 def count(traces: Sequence[Sequence[Trace]]) -> np.ndarray:
     """Tokens and rounds [S, P, 2] by prompt, from each seed's responses to one set.
 
-    Raises:
-        ValueError: two seeds have different prompts, or no response has a round.
+    A ValueError if two seeds have different prompts, or no response has a round.
     """
     sums = [by_prompt(answers) for answers in traces]
     names = list(sums[0])
@@ -93,11 +92,7 @@ def taus(counts: Counts) -> dict[str, Tau]:
 
 
 def differences(a: Counts, b: Counts) -> dict[str, Tau]:
-    """τ(a) − τ(b) of each set, and under "" of their mean; seeds and prompts of both are the same.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """τ(a) − τ(b) of each set, and under "" of their mean; a ValueError if prompts or seeds are not the same."""
     if {name: each.shape for name, each in a.items()} != {name: each.shape for name, each in b.items()}:
         raise ValueError("two variants hold different prompts or seeds; evaluate the same sets with the same limit")
     seeds = seeds_of(a), seeds_of(b)
@@ -119,11 +114,3 @@ def verdict(difference: Tau) -> str:
     if max(difference.interval[1], seeds.mean() + slack) < 0:
         return REVERSED
     return UNRESOLVED
-
-
-def smoothed(steps: Sequence[int], values: Sequence[float], bins: int) -> Mapping[int, float]:
-    """Means over ``bins`` equal ranges of the steps, by each range's last step."""
-    found = {}
-    for part in np.array_split(np.arange(len(steps)), min(bins, len(steps))):
-        found[int(steps[part[-1]])] = float(np.mean([values[k] for k in part]))
-    return found

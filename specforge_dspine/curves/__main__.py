@@ -5,7 +5,7 @@
 Each curve trains a small draft on a toy target (toy_target.py), from offline features, past the end of the warm-up
 and of the curriculum. ``record`` writes references into ``--dir``. ``check`` trains again, compares, names the part
 and the step at which a deviation starts, and draws both curves into ``--out``; it also compares the runs that are
-equal by construction (equivalence.py). ``plot`` draws the references. Exit status: 0; 1 if something deviates or a
+equal by construction (runs.py). ``plot`` draws the references. Exit status: 0; 1 if something deviates or a
 run fails; 2 if a reference is missing.
 """
 
@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from specforge_dspine.curves.compare import compare, draw_curve
-from specforge_dspine.curves.equivalence import GROUPS, check_group
-from specforge_dspine.curves.references import load_reference, save_reference
-from specforge_dspine.curves.runs import CURVES, run_curve
+from specforge_dspine.curves.runs import CURVES, GROUPS, check_group, load_reference, run_curve, save_reference
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.files import ABSENT, differences

@@ -1,11 +1,19 @@
-"""Small deterministic training runs behind the reference curves."""
+"""Small deterministic training runs: those behind the reference curves, and groups that are equal by construction.
+
+References are JSON files, one line per part. Groups are compared with each other, which needs no reference:
+
+    window   one optimizer window as 1 micro-batch of 8, 8 of 1, and 2 ranks × 4: §5's sums under the scope "window"
+    chunks   the objective over all positions at once, one block at a time, and three
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +22,20 @@ import torch
 
 from specforge_dspine import train
 from specforge_dspine.curves import toy_target
-from specforge_dspine.curves.compare import Curve
+from specforge_dspine.curves.compare import TOLERANCES, Curve, Deviation, agree
+from specforge_dspine.evaluation.provenance import version_facts
 from specforge_dspine.training.recipe import Recipe, apply_override, check_recipe
 from specforge_dspine.training.run_logger import METRICS_FILE
-from specforge_dspine.utils.files import atomic_folder, read_jsonl
+from specforge_dspine.utils.errors import InvalidFileError
+from specforge_dspine.utils.files import atomic_folder, atomic_write, read_json, read_jsonl
+from specforge_dspine.utils.stages import Stages
 
 PARTS = re.compile(
     r"loss|(refined_)?(ce|l1|accuracy|tau)|align_\d+|lambda|beta|coverage|candidate_mass|rows|replaced_share|grad_norm"
 )
+DIGITS = 8  # significant, of every number of a reference: as many as float32 has
+ALLOWED = 1e-5  # relative, float32, within a group
+TIMEOUT_S = 300.0  # of a run in several processes
 EXACT = ("rows", "replaced_share")  # counted per micro-batch, or set by draws alone
 
 
@@ -51,6 +65,18 @@ CURVES = {
         Spec("accumulated", ("training.batch_size=1", "training.accumulation_steps=4")),
         Spec("dflash", (*PLAIN, "dspine.causal=off", "dspine.ce_weight=1")),
     )
+}
+SHORT = ("training.max_steps=18", "training.total_steps=36")  # past the warm-up, the curriculum and its end
+
+
+def _split(name: str, batch: int, accumulation: int, ranks: int = 1) -> Spec:
+    sizes = (f"training.batch_size={batch}", f"training.accumulation_steps={accumulation}")
+    return Spec(name, (*SHORT, "dspine.normalization_scope=window", *sizes), ranks)
+
+
+GROUPS = {  # every run must agree with the first
+    "chunks": tuple(Spec(f"{n}_blocks", (*SHORT, f"training.objective_chunk_blocks={n}")) for n in (0, 1, 3)),
+    "window": (_split("1x8", 8, 1), _split("8x1", 1, 8), _split("2_ranks_x4", 1, 4, ranks=2)),
 }
 
 
@@ -95,14 +121,6 @@ def recipe_of(spec: Spec, toy_data: Path, run_dir: Path) -> Recipe:
     return check_recipe(document, world_size=spec.ranks)
 
 
-def without_paths(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe for a reference: the same on every machine."""
-    resolved = recipe.resolved()
-    resolved["model"]["target_model_path"] = toy_target.TARGET
-    resolved["data"] |= {"hidden_states_path": toy_target.FEATURES, "cache_dir": "cache"}
-    return resolved | {"output_dir": "run"}
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Compute with one thread, so that sums have one order and two runs on a machine are equal bit for bit."""
@@ -124,14 +142,9 @@ def toy_data_in(workdir: Path) -> Path:
 
 
 def run_curve(spec: Spec, workdir: Path, toy_data: Path | None = None) -> Curve:
-    """Train ``spec`` in this process and return its curve; nothing is kept between calls.
+    """Train ``spec`` in this process and return its curve; nothing is kept between calls. Raises as ``train.run``.
 
-    Args:
-        workdir: holds the run's folder, which is replaced, with the trainer's output in ``run.log``.
-        toy_data: default: below ``workdir``. Runs may share it.
-
-    Raises:
-        RecipeError, RunError, FloatingPointError: as ``train.run``.
+    The run's folder below ``workdir`` is replaced. Runs may share ``toy_data`` (default: below ``workdir``).
     """
     run_dir = workdir / spec.name
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -150,10 +163,77 @@ def run_curve(spec: Spec, workdir: Path, toy_data: Path | None = None) -> Curve:
 def read_curve(name: str, recipe: Recipe) -> Curve:
     """The curve in the ``metrics.jsonl`` of a finished run."""
     lines = read_jsonl(recipe.run_dir / METRICS_FILE)
+    parts = {
+        part: [math.nan if line.get(part) is None else line[part] for line in lines]
+        for part in lines[0]
+        if PARTS.fullmatch(part)
+    }
+    resolved = recipe.resolved()  # without paths: the same on every machine
+    resolved["model"]["target_model_path"] = toy_target.TARGET
+    resolved["data"] |= {"hidden_states_path": toy_target.FEATURES, "cache_dir": "cache"}
+    return Curve(name, resolved | {"output_dir": "run"}, parts)
 
-    def value(line: dict[str, float | None], part: str) -> float:
-        logged = line.get(part)
-        return math.nan if logged is None else logged
 
-    parts = {part: [value(line, part) for line in lines] for part in lines[0] if PARTS.fullmatch(part)}
-    return Curve(name, without_paths(recipe), parts)
+def save_reference(curve: Curve, folder: Path) -> Path:
+    """Write ``NAME.json``; returns its path."""
+    head = {
+        "name": curve.name,
+        "recipe": curve.recipe,
+        "versions": version_facts("torch", "specforge", "transformers"),
+        "seed": curve.recipe["training"]["seed"],
+        "toy_target_seed": toy_target.SEED,
+        "steps": curve.steps,
+        "tolerances": {pattern.pattern: tolerance._asdict() for pattern, tolerance in TOLERANCES},
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    parts = [
+        f"    {json.dumps(part)}: {json.dumps([float(f'{value:.{DIGITS}g}') for value in values])}"
+        for part, values in curve.parts.items()
+    ]
+    lines.append('  "parts": {\n' + ",\n".join(parts) + "\n  }")
+    path = folder / f"{curve.name}.json"
+    with atomic_write(path) as file:
+        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    return path
+
+
+def load_reference(name: str, folder: Path) -> Curve:
+    """The recorded curve ``name``."""
+    try:
+        content = read_json(folder / f"{name}.json")
+        return Curve(content["name"], content["recipe"], content["parts"])
+    except (InvalidFileError, KeyError) as error:
+        command = f"python -m specforge_dspine.curves record --only {name}"
+        raise InvalidFileError(f"{error}; restore the reference, or record it with {command}") from error
+
+
+def run_ranks(spec: Spec, workdir: Path, toy_data: Path) -> Curve:
+    """As ``run_curve``, in ``spec.ranks`` processes; a StageError if they fail or do not end in time."""
+    recipe = recipe_of(spec, toy_data, workdir / spec.name)
+    path = workdir / f"{spec.name}.yaml"
+    workdir.mkdir(parents=True, exist_ok=True)
+    recipe.save(path)
+    with Stages() as stages:
+        timer = threading.Timer(TIMEOUT_S, stages.end)
+        timer.start()
+        try:
+            stages.run(
+                "torch.distributed.run",
+                *("--standalone", "--nproc_per_node", spec.ranks),
+                *("-m", "specforge_dspine.train", "--recipe", path),
+                threads=1,
+                log=workdir / f"{spec.name}.log",
+            )
+        finally:
+            timer.cancel()
+    return read_curve(spec.name, recipe)
+
+
+def check_group(name: str, workdir: Path) -> list[Deviation]:
+    """Train the runs of a group; returns what differs between them, except parts that count micro-batches."""
+    toy_data, curves = toy_data_in(workdir), {}
+    for spec in GROUPS[name]:
+        curve = (run_curve if spec.ranks == 1 else run_ranks)(spec, workdir / name, toy_data)
+        parts = {part: values for part, values in curve.parts.items() if part not in EXACT}
+        curves[spec.name] = Curve(curve.name, curve.recipe, parts)
+    return agree(curves, ALLOWED)

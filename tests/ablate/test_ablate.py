@@ -14,7 +14,6 @@ import yaml
 
 from specforge_dspine.ablate import report as ablation_report
 from specforge_dspine.ablate.__main__ import main as ablate
-from specforge_dspine.ablate.inputs import claim_folder
 from specforge_dspine.ablate.markdown import markdown
 from specforge_dspine.ablate.runs import VariantRun
 from specforge_dspine.ablate.statistics import (
@@ -25,11 +24,10 @@ from specforge_dspine.ablate.statistics import (
     Tau,
     count,
     differences,
-    smoothed,
     taus,
     verdict,
 )
-from specforge_dspine.ablate.variants import VARIANTS, parse_variants
+from specforge_dspine.ablate.variants import VARIANTS, claim_folder, parse_variants
 from specforge_dspine.decoding.loop import Round, Trace
 from specforge_dspine.training.recipe import load_recipe
 from tests.support import ROOT
@@ -359,5 +357,6 @@ def test_counts_come_from_rounds_and_by_prompt() -> None:
 
 
 def test_curves_are_means_over_stretches() -> None:
-    assert smoothed([1, 2, 3, 4], [1.0, 3.0, 5.0, 7.0], 2) == {2: 2.0, 4: 6.0}
-    assert smoothed([5, 6], [1.0, 2.0], 20) == {5: 1.0, 6: 2.0}
+    lines = [{"step": float(k), "ce": float(k)} for k in range(1, 41)]
+    assert ablation_report.curve(lines, "ce") == {str(k): k - 0.5 for k in range(2, 41, 2)}
+    assert ablation_report.curve(lines[4:6], "ce") == {"5": 5.0, "6": 6.0}

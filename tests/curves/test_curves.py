@@ -13,9 +13,15 @@ from transformers import AutoTokenizer
 from specforge_dspine.curves import runs, toy_target
 from specforge_dspine.curves.__main__ import main
 from specforge_dspine.curves.compare import Curve, Deviation, agree, compare, compare_part, draw_curve, tolerance_of
-from specforge_dspine.curves.equivalence import check_group
-from specforge_dspine.curves.references import load_reference, save_reference
-from specforge_dspine.curves.runs import CURVES, Spec, run_curve, toy_data_in
+from specforge_dspine.curves.runs import (
+    CURVES,
+    Spec,
+    check_group,
+    load_reference,
+    run_curve,
+    save_reference,
+    toy_data_in,
+)
 
 REFERENCES = Path(__file__).parent
 STEPS = 72

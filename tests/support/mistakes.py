@@ -27,8 +27,7 @@ from torch import Tensor
 from specforge_dspine.conformance.checks import conformance
 from specforge_dspine.curves import toy_target
 from specforge_dspine.curves.compare import Deviation, compare
-from specforge_dspine.curves.references import load_reference
-from specforge_dspine.curves.runs import CURVES, run_curve, toy_data_in
+from specforge_dspine.curves.runs import CURVES, load_reference, run_curve, toy_data_in
 from specforge_dspine.modeling import attention_mask as masks
 from specforge_dspine.modeling import settings as method_settings
 from specforge_dspine.modeling import transfer_space as transfer
