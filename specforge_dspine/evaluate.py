@@ -27,19 +27,14 @@ from specforge_dspine.evaluation.results import RESULT, ROUNDS, figures, table
 from specforge_dspine.evaluation.runner import EvaluationRunner
 from specforge_dspine.formats.writer import DTYPES
 from specforge_dspine.streaming.feature_folder import check_features
-from specforge_dspine.utils.chat_template import check_template, end_ids
+from specforge_dspine.utils.chat_template import THINKING, check_template, end_ids
 from specforge_dspine.utils.cli import Command, run_command
 from specforge_dspine.utils.files import read_jsonl, write_json
 from specforge_dspine.utils.ledger import Ledger
 
 
 def evaluate(options: EvaluateOptions) -> str:
-    """Decode all sets and write the result; returns its table.
-
-    Raises:
-        ValueError: bad options, sets, drafts or features, or ``--out`` belongs to other inputs.
-        ReplayMismatchError, CaptureVerificationError, RecordError, ConnectionError: as ``EvaluationRunner.run``.
-    """
+    """Decode all sets, write the result, return its table. Raises as ``open_pair`` and ``EvaluationRunner.run``."""
     sets = open_sets(options.sets, options.limit)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     draft, target = open_pair(options, tokenizer, DTYPES[options.dtype] if options.dtype else None)
@@ -47,7 +42,7 @@ def evaluate(options: EvaluateOptions) -> str:
         if each.captured:
             check_features(Path(each.source), target)
         else:
-            check_template(tokenizer, options.enable_thinking)
+            check_template(tokenizer, THINKING[options.thinking])
     if options.verify_live and target.dtype != "float32":
         raise ValueError(
             f"--verify-live {options.verify_live}: it compares token by token, which needs float32, not "

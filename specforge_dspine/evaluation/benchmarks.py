@@ -103,11 +103,7 @@ class EvaluationSet:
 
 
 def open_sets(specs: Sequence[str], limit: int | None) -> list[EvaluationSet]:
-    """Open the sets and log what is skipped in them.
-
-    Raises:
-        BenchmarkError: a set cannot be read, or occurs twice.
-    """
+    """Open the sets and log what is skipped in them; a BenchmarkError if one cannot be read, or occurs twice."""
     sets = [open_set(spec, limit) for spec in specs]
     if len({each.name for each in sets}) < len(sets):
         raise BenchmarkError(f"--sets {' '.join(specs)}: a set occurs twice; evaluate it again into another --out")
@@ -120,11 +116,7 @@ def open_sets(specs: Sequence[str], limit: int | None) -> list[EvaluationSet]:
 
 
 def open_set(spec: str, limit: int | None = None) -> EvaluationSet:
-    """Open the first ``limit`` prompts of the set that ``spec`` names (``SYNTAX``).
-
-    Raises:
-        BenchmarkError: an unknown name, a missing file or package, or no prompt in it.
-    """
+    """Open the first ``limit`` prompts of the set that ``spec`` names (``SYNTAX``), or raise a BenchmarkError."""
     name, _, place = spec.partition("=")
     benchmark = BENCHMARKS.get(name)
     skipped: list[dict[str, Any]] = []
@@ -189,11 +181,7 @@ def skip_text(skip: dict[str, Any]) -> str:
 
 
 def benchmark_prompt(name: str, number: int, entry: dict[str, Any]) -> Prompt:
-    """The prompt of an entry of the benchmark ``name``.
-
-    Raises:
-        InvalidRow: the entry has none of the benchmark's fields, or no text in it.
-    """
+    """The prompt of an entry of the benchmark ``name``; an InvalidRow if no field of the benchmark's holds text."""
     benchmark = BENCHMARKS[name]
     field = next((field for field in benchmark.fields if field in entry), None)
     if field is None:
@@ -208,11 +196,7 @@ def benchmark_prompt(name: str, number: int, entry: dict[str, Any]) -> Prompt:
 
 
 def conversation(number: int, entry: dict[str, Any]) -> Prompt:
-    """The prompt of a row of data_prep.prompts, without its assistant turns: the target responds itself.
-
-    Raises:
-        InvalidRow: the row holds no conversation.
-    """
+    """The prompt of a row of data_prep.prompts, without its assistant turns; an InvalidRow if it is none."""
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
     try:
         for message in entry["messages"]:

@@ -33,9 +33,8 @@ class Estimate(NamedTuple):
 def estimate(figure: Callable[..., np.ndarray], *sizes: int) -> Estimate:
     """Estimate a figure over sets of ``sizes`` prompts; there is no interval where no set has two of them.
 
-    Args:
-        figure: takes the drawn prompts' indices [.., n] of each set, returns the figure [..] of each draw. Draws
-            without a finite figure are left out.
+    ``figure`` takes the drawn prompts' indices [.., n] of each set, and returns the figure [..] of each draw. Draws
+    without a finite figure are left out.
     """
     varying = [np.arange(n) for n in sizes if n > 1]
 

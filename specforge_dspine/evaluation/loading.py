@@ -37,12 +37,7 @@ class TargetVerifier(ExitStack):
         self._live: Target | None = None
 
     def live(self, probe: list[int]) -> Target:
-        """Returns the target itself; a server is first verified on the ids ``probe``.
-
-        Raises:
-            CaptureVerificationError: the server's states cannot be trusted.
-            ConnectionError: no server answers there.
-        """
+        """Returns the target itself; a server is first verified on the ids ``probe`` (``verify_server``)."""
         if self._live is None and self.server is None:
             model: Any = AutoModelForCausalLM.from_pretrained(self.identity.model_path, dtype=self.dtype)
             self._live = ModelTarget(model.to(self.device), self.identity.layers)
@@ -58,19 +53,13 @@ def open_pair(
 ) -> tuple[DSpineDraftModel, TargetIdentity]:
     """Open a draft of any layout, in ``dtype`` or its own, and identify the target that it drafts for.
 
-    Raises:
-        CheckpointError: the draft is damaged or none; the message names the file.
-        ValueError: the draft was trained for a target of other sizes; the message has both.
+    A CheckpointError names the damaged file of a draft, a ValueError the sizes of another target than the draft's.
     """
     draft = load_draft(options.draft, tokenizer=tokenizer).to_model().to(dtype)
     weights = str(draft.fc.weight.dtype).removeprefix("torch.")
     target = TargetIdentity.from_config(str(options.target), draft.target_layer_ids, weights)
-    sizes = {
-        "num_target_layers": target.num_layers,
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-    }
-    for name, size in sizes.items():
+    layers = {"num_target_layers": target.num_layers}
+    for name, size in (layers | {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}).items():
         if (own := getattr(draft.config, name)) != size:
             raise ValueError(f"the draft is for a target with {name}={own}, {options.target} has {size}")
     return draft, target

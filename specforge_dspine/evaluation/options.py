@@ -10,7 +10,6 @@ from pydantic import DirectoryPath, field_validator
 
 from specforge_dspine.decoding.sampling import Sampling
 from specforge_dspine.evaluation.benchmarks import SYNTAX
-from specforge_dspine.utils.chat_template import THINKING
 from specforge_dspine.utils.cli import Options, option
 
 Variant = Literal["draft", "unrefined", "untrained"]
@@ -55,14 +54,5 @@ class EvaluateOptions(DraftAndTargetOptions):
     @field_validator("temperature")
     @classmethod
     def check_temperatures(cls, temperatures: tuple[float, ...]) -> tuple[float, ...]:
-        """Returns different temperatures, as results name them.
-
-        Raises:
-            ValueError: one is out of range.
-        """
+        """Returns different temperatures, as results name them; a ValueError if one is out of range."""
         return tuple(dict.fromkeys(Sampling(float(f"{each:g}")).temperature for each in temperatures))
-
-    @property
-    def enable_thinking(self) -> bool | None:
-        """The chat template's switch; None leaves its default."""
-        return THINKING[self.thinking]

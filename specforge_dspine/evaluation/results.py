@@ -55,11 +55,7 @@ def mean_tau(sets: Sets) -> Estimate:
 
 
 def tau_difference(a: Sets, b: Sets) -> Estimate:
-    """τ(a) − τ(b), paired by prompt.
-
-    Raises:
-        ValueError: a and b hold different prompts.
-    """
+    """τ(a) − τ(b), paired by prompt; a ValueError if a and b hold different prompts."""
     names = [{name: list(by_prompt(traces)) for name, traces in sets.items()} for sets in (a, b)]
     if names[0] != names[1]:
         raise ValueError("the two hold different prompts; evaluate the same sets with the same --limit")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from specforge_dspine.evaluation.loading import TargetVerifier
 from specforge_dspine.evaluation.options import EvaluateOptions
 from specforge_dspine.evaluation.results import Record
 from specforge_dspine.streaming.record import read_record
-from specforge_dspine.utils.chat_template import Message, prompt_ids, response_text, unfinished_reasoning
+from specforge_dspine.utils.chat_template import THINKING, Message, prompt_ids, response_text, unfinished_reasoning
 from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.ledger import Ledger
@@ -53,35 +53,30 @@ class Job(NamedTuple):
         return self.set_name, self.prompt.name, self.turn, self.temperature
 
 
+@dataclass
 class EvaluationRunner:
     """Decodes with ``drafter`` and ``target``; ``stop`` ids end a response, ``max_length`` tokens fit the target.
 
     Every turn gets one record: set, prompt, turn, temperature, seconds, and ``trace``, or ``skipped`` with a reason.
     """
 
-    def __init__(
-        self,
-        drafter: BlockDrafter,
-        target: TargetVerifier,
-        tokenizer: PreTrainedTokenizerBase,
-        options: EvaluateOptions,
-        ledger: Ledger,
-        *,
-        stop: Collection[int],
-        max_length: int,
-    ) -> None:
-        self.drafter, self.target, self.tokenizer = drafter, target, tokenizer
-        self.options, self.ledger, self.stop, self.max_length = options, ledger, stop, max_length
-        self.records: dict[tuple[Any, ...], Record] = {
-            tuple(record[name] for name in KEY): record for record in ledger.kept()
-        }
+    drafter: BlockDrafter
+    target: TargetVerifier
+    tokenizer: PreTrainedTokenizerBase
+    options: EvaluateOptions
+    ledger: Ledger
+    stop: Collection[int]
+    max_length: int
+
+    def __post_init__(self) -> None:
+        kept = ((tuple(record[name] for name in KEY), record) for record in self.ledger.kept())
+        self.records: dict[tuple[Any, ...], Record] = dict(kept)
 
     def run(self, sets: Sequence[EvaluationSet]) -> int:
         """Decode what the ledger lacks and keep it there, one by one; returns how many records it then holds.
 
-        Raises:
-            ReplayMismatchError, ValueError: a captured response's replay would be wrong.
-            CaptureVerificationError, ConnectionError, RecordError: a server or a record cannot be used.
+        A ReplayMismatchError or ValueError if the replay of a captured response would be wrong.
+        A CaptureVerificationError, ConnectionError or RecordError if a server or a record cannot be used.
         """
         jobs = [
             Job(temperature, each.name, prompt, turn, place)
@@ -141,7 +136,7 @@ class EvaluationRunner:
                 return {"skipped": "an earlier response was cut off while thinking"}
             history.append({"role": "assistant", "content": response_text(self.tokenizer, trace.response)})
         history.append({"role": "user", "content": job.prompt.turns[job.turn]})
-        prompt = prompt_ids(self.tokenizer, history, enable_thinking=self.options.enable_thinking)
+        prompt = prompt_ids(self.tokenizer, history, enable_thinking=THINKING[self.options.thinking])
         return self._decode_live(job, prompt)
 
     def _decode_live(self, job: Job, prompt: list[int]) -> Record:

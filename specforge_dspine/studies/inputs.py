@@ -29,11 +29,7 @@ class StudyOptions(DraftAndTargetOptions):
 
 
 def open_study(options: StudyOptions) -> tuple[BlockDrafter, TargetIdentity, dict[str, Any]]:
-    """Returns a draft with its target's tables, the target's identity, and what a result states about both.
-
-    Raises:
-        ValueError: as ``open_pair``.
-    """
+    """Returns a draft with its target's tables, the target's identity, and facts of both. Raises as ``open_pair``."""
     draft, target = open_pair(options, AutoTokenizer.from_pretrained(options.target))
     facts = {
         "draft": {"path": str(options.draft)} | draft_facts(options.draft, draft),

@@ -128,15 +128,10 @@ def fit(
     rate: float,
     checks: int = 5,
 ) -> list[dict[str, Any]]:
-    """Fit ``readouts`` by Adam for ``steps`` steps, with a learning rate that falls linearly from ``rate`` to 0.
+    """Fit ``readouts`` to ``batches`` in ``steps`` steps of Adam, whose rate falls linearly from ``rate`` to 0.
 
-    Args:
-        batches: states of every step.
-        selection: states on which cross-entropy is measured before the first step and ``checks`` times later. Each
-            layer ends with the parameters of its lowest value.
-
-    Returns:
-        The ``step`` of every check, and the layers' ``ce`` there.
+    Cross-entropy on ``selection`` is measured before the first step and ``checks`` times later. Each layer ends with
+    the parameters of its lowest value. Returns the ``step`` of every check, and the layers' ``ce`` there.
     """
     optimizer = torch.optim.Adam(readouts.parameters(), lr=rate)
     due = {0, *(round(steps * k / checks) for k in range(1, checks + 1))}

@@ -47,10 +47,7 @@ def as_figure(found: Estimate) -> dict[str, Any]:
 
 
 def readout_figures(counts: Sequence[Mapping[str, np.ndarray]], block: int) -> dict[str, Any]:
-    """Accuracy by group of positions, of every layer and of the draft's own outputs.
-
-    ``counts`` are those of ``readout.count_right``, by prompt.
-    """
+    """Accuracy of layers and own outputs by group of positions; ``counts``: of ``readout.count_right``, by prompt."""
     names = [name for name in counts[0] if name != "count"]
     stacked = {name: np.stack([each[name] for each in counts]) for name in (*names, "count")}  # [P, M]
 
