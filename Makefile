@@ -46,8 +46,8 @@ bench: $(READY) ## time training steps and decoding rounds: four minutes on a qu
 	$(BIN)/python -m specforge_dspine.bench --out runs/bench/cpu.json
 
 # The same at Qwen3-8B's sizes on one GPU, with the conformance check on it: four minutes, nothing downloaded.
-# Needs no .venv, but a CUDA build of torch, triton, transformers 5.8, safetensors, orjson and pydantic in GPU_PYTHON, and
-# SpecForge without its own requirements: pip install --no-deps specforge==0.2.0
+# Needs no .venv, but a CUDA build of torch, triton, transformers 5.8, safetensors, orjson, requests and pydantic in
+# GPU_PYTHON, and SpecForge without its own requirements: pip install --no-deps specforge==0.2.0
 GPU_PYTHON ?= python3
 bench-gpu: ## time Qwen3-8B's sizes on one GPU: four minutes; GPU_PYTHON names the Python
 	$(GPU_PYTHON) -m specforge_dspine.bench --device cuda --size qwen3_8b --out runs/bench/gpu.json

@@ -107,7 +107,7 @@ def evaluation_texts(names: Sequence[str]) -> tuple[list[tuple[str, str]], dict[
     """User turns of evaluation sets with their places, and the sets' identities; a ValueError if a row is invalid."""
     if not names:
         return [], {}
-    inputs = open_inputs(names, limited=False)
+    inputs = open_inputs(names, limited=False, option="--decontaminate")
     texts: list[tuple[str, str]] = []
     for source, line, entry in rows_of(inputs):
         place = f"{source}, line {line}"

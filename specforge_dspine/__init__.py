@@ -15,10 +15,6 @@ Shape legend, used in every docstring of this package (the paper's letters):
 import warnings
 
 from specforge_dspine.utils.versions import VERSION as __version__
-from specforge_dspine.utils.versions import installed, require
-
-if installed("specforge"):  # none is needed where only the capture plugin runs, inside a server
-    require("specforge")
 
 # SpecForge imports its EAGLE drafts beside ours, and they warn; no DSpine code path has a use for flash_attn.
 warnings.filterwarnings("ignore", message="flash_attn is not found, falling back to flex_attention")

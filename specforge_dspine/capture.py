@@ -24,14 +24,14 @@ from pathlib import Path
 
 import torch
 from pydantic import model_validator
-from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
 from tqdm import tqdm
 
+from specforge_dspine.modeling.vocabulary import head_and_embedding
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.feature_folder import MANIFEST, FeatureFolder
 from specforge_dspine.streaming.record import RecordError, Sample, SampleNames, TargetIdentity
 from specforge_dspine.streaming.server import Devices, Dtype, ManagedServer
-from specforge_dspine.utils.cli import Command, IdList, Options, option, run_command
+from specforge_dspine.utils.cli import Command, ExistingPath, IdList, Options, option, run_command
 from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.files import file_sha256, model_fingerprint
 from specforge_dspine.utils.versions import VERSION
@@ -48,8 +48,8 @@ class CaptureError(RunError):
 class CaptureOptions(Options):
     """What is captured, from where, into which folder."""
 
-    target: Path = option("target model directory")
-    samples: Path = option("JSON lines with input_ids and loss_mask")
+    target: ExistingPath = option("target model directory")
+    samples: ExistingPath = option("JSON lines with input_ids and loss_mask")
     layers: IdList = option("tapped layer ids, as in 1,9,17")
     out: Path = option("feature folder (data.hidden_states_path)")
     server: str | None = option("a running server with capture enabled", default=None, metavar="URL")
@@ -119,11 +119,9 @@ def capture_samples(
         CaptureVerificationError: the server's capture cannot be trusted.
         ConnectionError: the server is gone; what was captured stays.
     """
-    head = TargetEmbeddingsAndHead.from_pretrained(
-        target.model_path, device="cpu", dtype=getattr(torch, target.dtype)
-    )
+    head, _ = head_and_embedding(target.model_path, torch.device("cpu"), getattr(torch, target.dtype))
     probe = max(samples, key=lambda sample: len(sample.input_ids)).input_ids[:PROBE_TOKENS]
-    client.verify_server(target, head.lm_head.weight, probe)
+    client.verify_server(target, head, probe)
     with tqdm(samples, desc="capturing", unit="sample") as bar:
         for start in range(0, len(samples), batch):
             part = samples[start : start + batch]

@@ -13,6 +13,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from specforge_dspine.utils.errors import RunError
 from specforge_dspine.utils.versions import SUPPORTED, VERSION, installed
 
 COMMANDS = {  # subcommand: (module below specforge_dspine, description)
@@ -48,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"specforge-dspine {VERSION} ({hosts})")
     elif name in COMMANDS:
         sys.argv[1:] = rest
-        runpy.run_module(f"specforge_dspine.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(f"specforge_dspine.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
+        except RunError as error:  # at its imports: an unsupported host
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         print(f"error: {name}: no such command; did you mean {near[0]}?" if near else usage(), file=sys.stderr)

@@ -15,8 +15,6 @@ import os
 from functools import partial
 from pathlib import Path
 
-from specforge.training.assembly import build_model_bundle
-
 from specforge_dspine.export import export_run
 from specforge_dspine.formats.config_json import LAYOUTS, refuse_unservable
 from specforge_dspine.training.distributed import on_every_rank, process_group
@@ -28,7 +26,7 @@ from specforge_dspine.training.resume_contract import refuse_changes
 from specforge_dspine.training.run_checkpoints import checkpoint_step
 from specforge_dspine.training.run_dir import check_run_dir, exclusive, holds_run, initialize_run_dir, restore_best
 from specforge_dspine.training.run_logger import RunLogger
-from specforge_dspine.training.trainers import build_trainer
+from specforge_dspine.training.trainers import build_models, build_trainer
 from specforge_dspine.utils.cli import Command, Options, option, run_command
 from specforge_dspine.utils.errors import CheckpointError, RecipeError
 
@@ -56,7 +54,7 @@ def run(recipe: Recipe, *, resume: bool) -> int:
         start_step = on_every_rank(lambda: checkpoint_step(resume_from))
         if rank == 0:
             logger.info("%s", plan.render())
-        bundle = build_model_bundle(plan.specforge_config, algorithm=plan.algorithm)
+        bundle = build_models(plan)
         if resume_from is not None:
             contract = plan.specforge_contract | bundle.strategy_kwargs.resume_contract
             on_every_rank(lambda: refuse_changes(resume_from, contract))

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from data_prep.readers import files
 from data_prep.readers.chunks import Chunk, Table
 from data_prep.readers.packages import PACKAGES
-from specforge_dspine.evaluation.entries import SIDE_SUFFIXES, BenchmarkError, load_hub
+from specforge_dspine.utils.benchmark_entries import SIDE_SUFFIXES, BenchmarkError, load_hub
 from specforge_dspine.utils.files import file_sha256, printable
 
 KINDS = f"{', '.join(files.SUFFIXES)} (all but the last also with {' or '.join(files.PACKED_SUFFIXES)})"
@@ -44,10 +44,11 @@ class Inputs:
         return {f"{number} {each.name}": each.identity for number, each in enumerate(self.found, 1)}
 
 
-def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
+def open_inputs(names: Sequence[str], *, limited: bool = True, option: str = "--input") -> Inputs:
     """Everything that ``names`` stand for, in their order; a folder's files by name.
 
-    A ValueError names what stands for nothing, is of no known kind, or is endless where ``limited`` is False.
+    A ValueError names ``option``, and what stands for nothing, is of no known kind, or is endless where ``limited``
+    is False.
     """
     result = Inputs([], [])
     for name in names:
@@ -57,29 +58,29 @@ def open_inputs(names: Sequence[str], *, limited: bool = True) -> Inputs:
             _add_folder(path, result)
         elif os.path.exists(path):
             if not os.path.isfile(path):
-                raise ValueError(f"--input {name}: not an ordinary file; put the data into one")
+                raise ValueError(f"{option} {name}: not an ordinary file; put the data into one")
             if not _is_data(path):
-                raise ValueError(f"--input {name}: use {KINDS}")
+                raise ValueError(f"{option} {name}: use {KINDS}")
             result.found.append(_file(path))
         elif package is not None:
             package.chunks(setting)  # refuses a bad one at once
             chunks = partial(package.chunks, setting)
             result.found.append(Input(name, package.identity(name), chunks, package.endless))
         elif _is_data(path) or path.is_absolute():
-            raise ValueError(f"--input {name}: there is no such file")
+            raise ValueError(f"{option} {name}: there is no such file")
         else:
             try:
                 result.found.append(_table(name, load_hub(name)))
             except BenchmarkError as error:
                 raise ValueError(
-                    f"--input {name}: neither a file or folder here, nor {', '.join(PACKAGES)}, nor a data set that "
+                    f"{option} {name}: neither a file or folder here, nor {', '.join(PACKAGES)}, nor a data set that "
                     f"datasets can load as NAME[@CONFIG][:SPLIT] ({error})"
                 ) from error
     endless = [each.name for each in result.found if each.endless]
     if endless and not limited:
-        raise ValueError(f"--input {endless[0]} has no end: say with --limit how many rows to take")
+        raise ValueError(f"{option} {endless[0]} has no end: say with --limit how many rows to take")
     if not result.found:
-        raise ValueError(f"--input {' '.join(names)}: no file of a known kind in it; use {KINDS}")
+        raise ValueError(f"{option} {' '.join(names)}: no file of a known kind in it; use {KINDS}")
     return result
 
 

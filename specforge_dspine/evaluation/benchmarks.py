@@ -23,7 +23,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from specforge_dspine.evaluation.entries import BenchmarkError, Entry, read_hub, read_package, read_path
+from specforge_dspine.utils.benchmark_entries import BenchmarkError, Entry, read_hub, read_package, read_path
 from specforge_dspine.utils.errors import InvalidRow
 
 logger = logging.getLogger(__name__)

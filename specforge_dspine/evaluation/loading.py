@@ -6,8 +6,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from specforge_dspine.decoding.drafter import BlockDrafter
@@ -17,6 +15,7 @@ from specforge_dspine.evaluation.options import DraftAndTargetOptions, Variant
 from specforge_dspine.formats.reader import load_draft
 from specforge_dspine.modeling.draft_model import DSpineDraftModel
 from specforge_dspine.modeling.transfer_space import build_transfer_space
+from specforge_dspine.modeling.vocabulary import head_and_embedding
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.record import TargetIdentity
 
@@ -31,9 +30,7 @@ class TargetVerifier(ExitStack):
         super().__init__()
         self.identity, self.device, self.server = identity, torch.device(device), server
         self.dtype: torch.dtype = getattr(torch, identity.dtype)
-        tables = TargetEmbeddingsAndHead.from_pretrained(identity.model_path, device=self.device, dtype=self.dtype)
-        self.head: Tensor = tables.lm_head.weight
-        self.embedding: Tensor = tables.embed_tokens.weight
+        self.head, self.embedding = head_and_embedding(identity.model_path, self.device, self.dtype)
         self._live: Target | None = None
 
     def live(self, probe: list[int]) -> Target:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import DirectoryPath, field_validator
+from pydantic import field_validator
 
 from specforge_dspine.decoding.sampling import Sampling
 from specforge_dspine.evaluation.benchmarks import SYNTAX
-from specforge_dspine.utils.cli import Options, option
+from specforge_dspine.utils.cli import ExistingPath, Options, option
 
 Variant = Literal["draft", "unrefined", "untrained"]
 
@@ -18,8 +18,8 @@ Variant = Literal["draft", "unrefined", "untrained"]
 class DraftAndTargetOptions(Options):
     """Options of every command that measures a draft with its target."""
 
-    draft: DirectoryPath = option("exported draft")
-    target: DirectoryPath = option("the target's folder")
+    draft: ExistingPath = option("exported draft")
+    target: ExistingPath = option("the target's folder")
     out: Path = option("folder of the result")
     limit: int | None = option("prompts of each set (default: all)", default=None, ge=1)
     seed: int = option("of the draws", default=0)

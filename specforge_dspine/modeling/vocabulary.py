@@ -1,4 +1,4 @@
-"""The mask token, and the ids that a target can generate.
+"""The target's vocabulary: embedding and LM head, the mask token, and the ids that it can generate.
 
 An LM head has V rows. A tokenizer often has fewer entries (Qwen3: 151936 rows, 151669 entries), and some of these
 are placeholders. Training feeds the mask token in slots 1..M; decoding removes the rest before the top K (§6).
@@ -9,12 +9,21 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import torch
+from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = re.compile(r"reserved|unused|placeholder|extra_id|^<SPECIAL_\d+>$", re.IGNORECASE)
 """Names of added tokens without a meaning, as Llama, Gemma, T5 and Mistral write them."""
 
 NAMED_IN_ERROR = 12  # reserved entries that an error message lists
+
+
+def head_and_embedding(model_path: str, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Load the target's LM head E [V, H] and its embedding [V, H]."""
+    tables = TargetEmbeddingsAndHead.from_pretrained(model_path, device=device, dtype=dtype)
+    return tables.lm_head.weight, tables.embed_tokens.weight
 
 
 def resolve_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, explicit: int | None) -> int:

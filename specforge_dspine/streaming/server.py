@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import requests
-from pydantic import BeforeValidator, NonNegativeInt
+from pydantic import AfterValidator, BeforeValidator, NonNegativeInt
 from tqdm import tqdm
 
 from specforge_dspine.streaming import process_guard
@@ -37,6 +37,7 @@ from specforge_dspine.streaming.protocol import CAPTURE_DIR_ENV, CAPTURE_LAYERS_
 from specforge_dspine.streaming.record import TargetIdentity
 from specforge_dspine.utils.cli import Command, IdList, Options, option, parse_ids, run_command
 from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.files import check_model_path
 from specforge_dspine.utils.versions import require
 
 logger = logging.getLogger(__name__)
@@ -253,7 +254,7 @@ def _visible(devices: Sequence[int], environment: Mapping[str, str]) -> dict[str
 class ServerOptions(Options):
     """What is served, and how."""
 
-    model: str = option("target model directory")
+    model: Annotated[str, AfterValidator(check_model_path)] = option("target model directory")
     layers: IdList = option("tapped layer ids, as in 1,9,17")
     dir: Path = option("gets server.log and spool/ (the records)")
     device: Devices = option("cpu (default), or CUDA ordinals as in 0 or 0,1", default=())

@@ -28,8 +28,9 @@ from specforge.runtime.data_plane.disaggregated import SharedDirFeatureStore
 
 from specforge_dspine.streaming.client import SGLangClient
 from specforge_dspine.streaming.record import RecordError, Sample, SampleNames, TargetIdentity
-from specforge_dspine.training.recipe import ALGORITHM, looked_in
+from specforge_dspine.training.recipe import ALGORITHM
 from specforge_dspine.utils.errors import RecipeError, RunError
+from specforge_dspine.utils.files import looked_in
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ from specforge_dspine.streaming.feature_folder import FeatureFolderError, check_
 from specforge_dspine.streaming.record import TargetIdentity
 from specforge_dspine.training.capture_source import read_samples
 from specforge_dspine.training.plan_parts import FeaturePlan, Plan, RunSchedule, StreamPlan, TrainerOptions
-from specforge_dspine.training.recipe import Recipe, as_recipe_error, looked_in
+from specforge_dspine.training.recipe import Recipe, as_recipe_error
 from specforge_dspine.training.specforge_algorithm import dspine_registry
 from specforge_dspine.utils.errors import RecipeError
+from specforge_dspine.utils.files import check_model_path, looked_in
 
 
 def make_plan(recipe: Recipe, *, ranks: int) -> Plan:
@@ -96,7 +97,10 @@ def resolve_models(recipe: Recipe) -> tuple[AlgorithmRegistration, TargetIdentit
     """Return the algorithm, the target and the draft's config."""
     config, target_path = recipe.specforge_config, recipe.target_path
     for name in ("target_model_path", "draft_checkpoint_path", "draft_model_config"):
-        check_model_path(f"model.{name}", getattr(config.model, name))
+        if (path := getattr(config.model, name)) is None:
+            continue
+        with as_recipe_error(f"model.{name}={path!r}"):
+            check_model_path(path)
     with as_recipe_error("training"):
         algorithm = resolve_run(config, dspine_registry(recipe.dspine)).algorithm
     with as_recipe_error(f"model.target_model_path={target_path!r}{looked_in(target_path)}"):
@@ -114,18 +118,6 @@ def resolve_models(recipe: Recipe) -> tuple[AlgorithmRegistration, TargetIdentit
                 f"{getattr(target, name)}: it was trained for another target"
             )
     return algorithm, target, draft_config
-
-
-def check_model_path(key: str, path: str | None) -> None:
-    """Refuse a missing folder at once, unless the hub may have a model of that name."""
-    if not path or Path(path).exists():
-        return
-    first, *rest = Path(path).parts
-    if path.startswith(("/", ".", "~")) or len(rest) > 1 or (rest and Path(first).is_dir()):
-        raise RecipeError(
-            f"{key}={path!r}: no such folder{looked_in(path)}; give one that holds a model, or a model's name on "
-            "the hub"
-        )
 
 
 def plan_stream(recipe: Recipe) -> StreamPlan:

@@ -21,7 +21,7 @@ from specforge.config.schema import ModelConfig
 
 from specforge_dspine.modeling.settings import DSpineOptions, StrictModel
 from specforge_dspine.utils.errors import RecipeError
-from specforge_dspine.utils.files import atomic_write
+from specforge_dspine.utils.files import atomic_write, looked_in
 
 ALGORITHM = "dspine"
 SPECFORGE_SECTIONS = ("model", "data", "training", "tracking", "runtime", "run_id", "output_dir")
@@ -144,13 +144,6 @@ def as_recipe_error(where: str) -> Iterator[None]:
         raise RecipeError(f"{where}: {_one_line(error)}") from error
 
 
-def looked_in(path: str) -> str:
-    """Say which folder a relative ``path`` of a recipe means; empty for an absolute one."""
-    if Path(path).is_absolute():
-        return ""
-    return f" (looked in {Path(path).absolute()}: relative paths start at the current folder)"
-
-
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = (), *, world_size: int = 1) -> Recipe:
     """Read, override (``section.key=value``) and check a recipe.
 
@@ -169,7 +162,7 @@ def read_document(path: Path, *, base_of: Path | None = None) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RecipeError(f"recipe {path}: {error.strerror}; recipes/ holds some to start from") from error
+        raise RecipeError(f"recipe {path}: {error.strerror}{looked_in(path)}; recipes/ holds some") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not YAML: {_one_line(error)}") from error
     if not isinstance(document, dict):

@@ -25,7 +25,7 @@ from specforge_dspine.objective.training_model import DSpineTrainingModel
 from specforge_dspine.training.distributed import on_every_rank
 from specforge_dspine.training.run_checkpoints import read_state
 from specforge_dspine.utils.errors import RecipeError
-from specforge_dspine.utils.files import differences, file_sha256
+from specforge_dspine.utils.files import differences, file_sha256, looked_in
 
 SAMPLED_FILES = 256  # feature files of which the end is read; the end of a .ckpt lists its tensors' checksums
 SAMPLED_BYTES = 1 << 12
@@ -69,6 +69,8 @@ def data_identity(path: Path) -> str:
 
     Of feature files count names and sizes, and the ends of some of them.
     """
+    if not path.exists():
+        raise RecipeError(f"data: there is no {path}{looked_in(path)}")
     if not path.is_dir():
         return f"prompts of {path.stat().st_size:,} bytes, sha256 {file_sha256(path)[:16]}"
     digest, total, files = hashlib.sha256(), 0, list_feature_files(str(path))

@@ -18,6 +18,7 @@ from specforge.runtime.control_plane.metadata_store import NoOpMetadataStore, SQ
 from specforge.runtime.data_plane.feature_store import LocalFeatureStore
 from specforge.runtime.data_plane.streaming_ref_channel import StreamingRefChannel
 from specforge.training import Trainer
+from specforge.training.assembly import build_model_bundle
 from specforge.training.strategies.base import StepContext
 from torch.utils.data import DistributedSampler
 
@@ -30,6 +31,11 @@ from specforge_dspine.training.recipe import as_recipe_error
 from specforge_dspine.training.specforge_internals import optimizer_factory, train_windows
 
 Logger = Callable[[dict[str, Any], int], None]
+
+
+def build_models(plan: Plan) -> Any:
+    """Build target tables, draft and objective: SpecForge's model bundle."""
+    return build_model_bundle(plan.specforge_config, algorithm=plan.algorithm)
 
 
 def build_trainer(

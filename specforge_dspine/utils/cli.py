@@ -22,14 +22,16 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from specforge_dspine.utils.errors import RunError
+from specforge_dspine.utils.files import looked_in
 from specforge_dspine.utils.signals import Interrupted, signals_as_exceptions
 
 logger = logging.getLogger(__name__)
@@ -51,11 +53,26 @@ def option(
 
 def parse_ids(text: Any) -> Any:
     """``"1,9,17"`` → ``(1, 9, 17)``; other values as they are."""
-    return tuple(int(k) for k in text.split(",")) if isinstance(text, str) else text
+    if not isinstance(text, str):
+        return text
+    try:
+        return tuple(int(k) for k in text.split(","))
+    except ValueError:
+        raise ValueError("give ids separated by commas, as in 1,9,17") from None
+
+
+def check_exists(path: Path) -> Path:
+    """Refuse a file or folder that is not there, and say where it was looked for."""
+    if not path.exists():
+        raise ValueError(f"no such file or folder{looked_in(path)}")
+    return path
 
 
 IdList = Annotated[tuple[int, ...], BeforeValidator(parse_ids)]
 """Ids in one word, as in 1,9,17."""
+
+ExistingPath = Annotated[Path, AfterValidator(check_exists)]
+"""A file or folder that has to be there."""
 
 OptionsType = TypeVar("OptionsType", bound=Options)
 

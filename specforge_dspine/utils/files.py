@@ -130,6 +130,24 @@ def model_fingerprint(model_path: Path) -> str:
     return digest.hexdigest()
 
 
+def looked_in(path: Path | str) -> str:
+    """Say which place a relative ``path`` means; empty for an absolute one."""
+    if Path(path).is_absolute():
+        return ""
+    return f" (looked in {Path(path).absolute()}: relative paths start at the current folder)"
+
+
+def check_model_path(path: str) -> str:
+    """Return a model's folder, or its name on the hub; a ValueError where it can only be a missing folder."""
+    first, *rest = Path(path).parts or (path,)
+    is_local = path.startswith(("/", ".", "~")) or len(rest) > 1 or (rest and Path(first).is_dir())
+    if is_local and not Path(path).exists():
+        raise ValueError(
+            f"no such folder{looked_in(path)}; give one that holds a model, or a model's name on the hub"
+        )
+    return path
+
+
 def printable(path: Path | str) -> str:
     """A path as text; bytes that are not UTF-8 are escaped, for JSON and terminals cannot hold them."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")

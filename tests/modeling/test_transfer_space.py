@@ -13,7 +13,7 @@ def head() -> torch.Tensor:
     return torch.randn(50, 12, generator=torch.Generator().manual_seed(3))
 
 
-def test_codes_whiten_the_centred_unit_rows(head: torch.Tensor) -> None:
+def test_codes_whiten_the_centered_unit_rows(head: torch.Tensor) -> None:
     space = build_transfer_space(head, 12, dtype=torch.float64)
     unit = head.double() / head.double().norm(dim=1, keepdim=True)
     centered = unit - unit.mean(dim=0)

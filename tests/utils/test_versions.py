@@ -77,12 +77,29 @@ def test_an_unsupported_specforge_is_refused_before_it_is_imported(module: str) 
         timeout=120,
     )
     assert done.returncode != 0
-    assert done.stderr.splitlines()[-1] == (
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert said[-1] == (
         "specforge_dspine.utils.errors.RunError: specforge 0.3.1 is not supported: "
         f"specforge-dspine {VERSION} works with specforge>=0.2,<0.3; "
         'pip install "specforge>=0.2,<0.3"'
     )
     assert not any(line.split("|")[-1].strip() == "specforge" for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize("module", ["streaming.plugin", "cli"])
+def test_what_needs_no_specforge_loads_beside_an_unsupported_one(module: str) -> None:
+    """A server's environment may have another SpecForge, and ``--version`` has to tell which one."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAKED.format(module=module)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_console_script_refuses_an_unsupported_specforge_in_a_line() -> None:
+    script = FAKED.format(module="cli") + "raise SystemExit(specforge_dspine.cli.main(['train', '--help']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: specforge 0.3.1 is not supported") and len(done.stderr.splitlines()) == 1
 
 
 def test_the_plugin_needs_no_specforge() -> None:
