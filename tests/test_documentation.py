@@ -42,7 +42,7 @@ every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path:
 
 
 class NamedCommand(NamedTuple):
-    """A command in a document: its ``module``, and the words behind it."""
+    """A command in a document: its ``module``, and the words after it."""
 
     module: str
     words: str

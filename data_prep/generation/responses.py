@@ -33,7 +33,7 @@ from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.ledger import Ledger
 
-MIN_OUTPUT_TOKENS = 2  # an anchor needs a supervised token behind it, so shorter responses train nothing
+MIN_OUTPUT_TOKENS = 2  # an anchor needs a supervised token after it, so shorter responses train nothing
 MAX_TURNS = 1 << 12  # of one conversation: places in the ledger are row · MAX_TURNS + turn
 SEEDS = 1 << 31
 
@@ -147,7 +147,7 @@ class ResponseGenerator:
     _encoding: threading.Lock = field(default_factory=threading.Lock)  # a tokenizer is not made for several threads
 
     def responses(self, conversation: Conversation) -> Iterator[list[TurnResult]]:
-        """The turns that have no response yet, in order; one that gets none comes together with all behind it."""
+        """The turns that have no response yet, in order; one that gets none comes together with all after it."""
         records = list(conversation.records)
         turns = len(conversation.user_places)
         for turn in range(len(records), turns):

@@ -84,7 +84,7 @@ def test_dflash_is_cross_entropy_over_bidirectional_blocks() -> None:
 
 def test_the_baseline_is_specforges_own_dflash() -> None:
     """The same loss and gradients as ``OnlineDFlashModel`` on the same weights and anchors. Where a mask has a hole
-    they differ on purpose: theirs goes on behind it, ours is the contiguous prefix."""
+    they differ on purpose: theirs goes on after it, ours is the contiguous prefix."""
     ours = make_model(**DFLASH)
     config = copy.deepcopy(ours.draft_model.config)
     config.dflash_config = config.dflash_config | {"attention_mode": "gqa"}

@@ -97,7 +97,7 @@ class ToyStudy:
         return out
 
     def substituted(self, n: int, count: int, token: int | None = None) -> Tensor:
-        """The sequence with the first ``count`` proposals behind anchor n, and perhaps ``token`` behind these."""
+        """The sequence with the first ``count`` proposals after anchor n, and perhaps ``token`` after these."""
         ids, at = self.ids.clone(), ANCHORS[n] + 1
         ids[at : at + count] = self.branches.tokens[n, :count]
         if token is not None:
