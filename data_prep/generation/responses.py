@@ -1,7 +1,7 @@
 """Responses of a served target to conversations, turn by turn, with the ids that were sent and that came back.
 
-A draft has to predict its target, so only a data set's prompts matter. User turns are answered in order, with the
-target's earlier responses as history. Each response becomes one record::
+A draft has to predict its target, so only a data set's prompts matter. The target responds to the user turns in
+order, with its earlier responses as history. Each response becomes one record::
 
     {"id", "conversation", "turn", "source", "prompt_ids", "output_ids", "finish": "stop" | "length", "target"}
 
@@ -53,7 +53,7 @@ class GenerationSettings(Options):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation to be answered: its number among all rows, where it is from, and the records it has already."""
+    """A conversation to respond to: its number among all rows, its source, and the records it has already."""
 
     number: int
     name: str

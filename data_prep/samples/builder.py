@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MIN_SUPERVISED = 2  # an anchor and the token after it
 FINISHES = ("stop", "length", None)  # how a response ended: by itself, at a limit, unknown
 DATASET = "dataset"  # origin of responses that the target did not write
-PLACEHOLDER = "specforge-dspine: an answer stands here"
+PLACEHOLDER = "specforge-dspine: a response goes here"
 
 
 class SampleSettings(Options):
