@@ -180,7 +180,7 @@ def test_a_failing_run_is_reported_with_its_log(
     assert f"ended with status 2; {log} ends with: error:" in capsys.readouterr().err
 
 
-def test_unusable_inputs_are_reported(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_ablations_are_reported(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for extra, named in (
         (["--variants", "complete"], "variant 'complete' is unknown: use full, no-refinement"),
         (["--variants", "x:dspine.topk=3"], "dspine.topk: unknown key; did you mean 'top_k'?"),

@@ -314,7 +314,7 @@ def test_killed_and_continued_gives_the_same_file(smollm2: Path, tmp_path: Path)
 def test_the_key_covers_template_tokenizer_options_length_and_format(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Soup#1067: cached tokenisation was reused after the template, the length or the tokenizer had changed.
+    # Soup#1067: cached tokenization was reused after the template, the length or the tokenizer had changed.
     target = tmp_path / "target"
     shutil.copytree(smollm2, target)
     responses = write(tmp_path / "responses.jsonl", record(smollm2), {"messages": CHAT[:1] + CHAT[3:]})
