@@ -93,7 +93,7 @@ def measure(megabytes: float) -> dict[str, Any]:
             files = ["--input", str(path), "--output", str(output), "--heldout", f"{output}.heldout"]
             started = time.monotonic()
             if select_prompts([*files, *words]):
-                raise RunError(f"{name} failed; its message stands above")
+                raise RunError(f"{name} failed; see its message above")
             figures[name] = figure(started)
     return figures
 

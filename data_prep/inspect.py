@@ -4,7 +4,7 @@
 
 prints to the terminal and writes the same as an HTML page. OUTPUT.summary.json holds the figures,
 OUTPUT.dropped.jsonl every line that is no sample. Supervised tokens are green in the terminal, others dim. Anchors
-are positions where a block can begin: a supervised token with a supervised one behind it.
+are positions where a block can begin: a supervised token with a supervised one after it.
 """
 
 from __future__ import annotations

@@ -34,6 +34,6 @@ def test_modules_of_the_method_are_named_and_exist() -> None:
 
 
 def test_displayed_equations_are_closed() -> None:
-    """GitHub renders the rest of a page as code behind an open fence."""
+    """GitHub renders the rest of a page as code after an open fence."""
     fences = re.findall(r"^ *```(\w*)$", PAGE, re.M)
     assert fences and fences[::2] == ["math"] * (len(fences) // 2) and set(fences[1::2]) == {""}

@@ -1,7 +1,7 @@
 """Responses of a served target to conversations, turn by turn, with the ids that were sent and that came back.
 
-A draft has to predict its target, so only a data set's prompts matter. User turns are answered in order, with the
-target's earlier responses as history. Each response becomes one record::
+A draft has to predict its target, so only a data set's prompts matter. The target responds to the user turns in
+order, with its earlier responses as history. Each response becomes one record::
 
     {"id", "conversation", "turn", "source", "prompt_ids", "output_ids", "finish": "stop" | "length", "target"}
 
@@ -33,7 +33,7 @@ from specforge_dspine.utils.errors import InvalidRow
 from specforge_dspine.utils.files import to_line
 from specforge_dspine.utils.ledger import Ledger
 
-MIN_OUTPUT_TOKENS = 2  # an anchor needs a supervised token behind it, so shorter responses train nothing
+MIN_OUTPUT_TOKENS = 2  # an anchor needs a supervised token after it, so shorter responses train nothing
 MAX_TURNS = 1 << 12  # of one conversation: places in the ledger are row · MAX_TURNS + turn
 SEEDS = 1 << 31
 
@@ -53,7 +53,7 @@ class GenerationSettings(Options):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation to be answered: its number among all rows, where it is from, and the records it has already."""
+    """A conversation to respond to: its number among all rows, its source, and the records it has already."""
 
     number: int
     name: str
@@ -147,7 +147,7 @@ class ResponseGenerator:
     _encoding: threading.Lock = field(default_factory=threading.Lock)  # a tokenizer is not made for several threads
 
     def responses(self, conversation: Conversation) -> Iterator[list[TurnResult]]:
-        """The turns that have no response yet, in order; one that gets none comes together with all behind it."""
+        """The turns that have no response yet, in order; one that gets none comes together with all after it."""
         records = list(conversation.records)
         turns = len(conversation.user_places)
         for turn in range(len(records), turns):

@@ -97,7 +97,7 @@ class ServerPool:
     def generate(self, prompt: list[int], **options: Any) -> Completion:
         """As ``SGLangClient.generate``, for one prompt; an InvalidRow if servers that work refuse it or fail on it.
 
-        A WrongServerError if another target is behind a URL now, a ServersLostError if no server works any longer.
+        A WrongServerError if a URL serves another target now, a ServersLostError if no server works any longer.
         """
         problem: Exception | None = None
         for _ in range(ATTEMPTS):

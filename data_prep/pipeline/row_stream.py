@@ -81,7 +81,7 @@ class _InputStream:
         self._current: tuple[str, list[Any]] = "", []
 
     def _numbered_chunks(self, inputs: Sequence[Input]) -> Iterator[tuple[int, int, Chunk]]:
-        """Chunks behind the position, each with its input's number and its own."""
+        """Chunks after the position, each with its input's number and its own."""
         number, place, _ = self.position
         for k, each in enumerate(inputs[number:], number):
             first = place if k == number else 0

@@ -172,7 +172,7 @@ def _holds_lines(head: bytes, path: Path) -> bool:
 
 
 def _line_chunks(blocks: Iterator[bytes], source: str) -> Generator[Chunk, None, int]:
-    """Chunks of a file with an entry per line; returns the line behind them."""
+    """Chunks of a file with an entry per line; returns the line after them."""
     line, pending, skipping = 1, b"", False
     for block in blocks:
         if skipping:

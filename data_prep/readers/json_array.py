@@ -119,4 +119,4 @@ class EntryReader:
     def _rest(self, why: str) -> Entry:
         self.has_failed = True
         place = f"the file is not valid JSON from byte {self._offset} (line {self.line}) on"
-        return self.line, InvalidRow(REST_INVALID, f"{place}, nothing behind it was read: {why}")
+        return self.line, InvalidRow(REST_INVALID, f"{place}, nothing after it was read: {why}")

@@ -25,7 +25,7 @@ SHUFFLE_SEED = 0
 
 @dataclass(frozen=True)
 class Package:
-    """A package to read; ``chunks`` gets what is behind the colon in its name."""
+    """A package to read; ``chunks`` gets what follows the colon in its name."""
 
     distribution: str
     advised: str

@@ -5,7 +5,7 @@ supervised because it was emitted. A response of the data set is rendered and en
 the one and writes the other. The prompt is what the target's chat template makes of the turns before it, with the
 opening of a response; the response is what the template adds when it gets that too. No pattern of role markers is
 involved, so it works for any template, and refuses those that rewrite what they were given. Of what the template
-adds, only the response's own text counts, and its end token. An empty ``<think></think>`` or a line break behind the
+adds, only the response's own text counts, and its end token. An empty ``<think></think>`` or a line break after the
 end token is the template's, not the target's.
 """
 
@@ -28,10 +28,10 @@ from specforge_dspine.utils.files import to_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MIN_SUPERVISED = 2  # an anchor and the token behind it
+MIN_SUPERVISED = 2  # an anchor and the token after it
 FINISHES = ("stop", "length", None)  # how a response ended: by itself, at a limit, unknown
 DATASET = "dataset"  # origin of responses that the target did not write
-PLACEHOLDER = "specforge-dspine: an answer stands here"
+PLACEHOLDER = "specforge-dspine: a response goes here"
 
 
 class SampleSettings(Options):
@@ -99,7 +99,7 @@ class SampleBuilder:
         cut_last = str(entry.get("finish_reason", entry.get("finish"))) == "length"
         for turn, at in enumerate(responses):
             was_cut = cut_last and at == len(messages) - 1
-            try:  # one response that cannot be used does not cost those behind it
+            try:  # one response that cannot be used does not cost those after it
                 with errors_as_invalid_row():
                     sample = self._of_rendered(f"{name}.{turn}", source, messages[: at + 1], was_cut=was_cut)
             except InvalidRow as error:
@@ -212,7 +212,7 @@ def render_response(
 
 
 def _added(prompt: str, whole: str) -> str:
-    """What ``whole`` has behind ``prompt``."""
+    """What ``whole`` has after ``prompt``."""
     if not whole.startswith(prompt):
         at = next((k for k, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
         reason = "the template renders a prompt differently with its response"

@@ -33,7 +33,7 @@ class Sample:
 
     @property
     def anchors(self) -> int:
-        """Supervised tokens with a supervised one behind them."""
+        """Supervised tokens with a supervised one after them."""
         return sum(a and b for a, b in pairwise(self.loss_mask))
 
     @property

@@ -46,7 +46,7 @@ def count(traces: Sequence[Sequence[Trace]]) -> np.ndarray:
 
     A ValueError if two seeds have different prompts, or no response has a round.
     """
-    sums = [by_prompt(answers) for answers in traces]
+    sums = [by_prompt(responses) for responses in traces]
     names = list(sums[0])
     if any(list(own) != names for own in sums):
         raise ValueError(

@@ -26,7 +26,7 @@ class Section:
     failed: bool = False
 
     def add(self, quantity: str, value: float, unit: str = "", note: str = "") -> None:
-        """Add a line; whether a goal is met goes into its note."""
+        """Add a line; its note says whether a goal is met."""
         if quantity in GOALS:
             limit, met = GOALS[quantity], value <= GOALS[quantity]
             self.goals[quantity] = {"value": value, "limit": limit, "met": met}

@@ -42,7 +42,7 @@ PYTHON = "Write a Python solution to the following problem.\n\n{question}"
 class Benchmark:
     """A benchmark's data set on the ``hub``, NAME[@CONFIG]:SPLIT, and how to ask an entry of it.
 
-    The first of ``fields`` that an entry has is put into ``instruction``, with the field ``extra`` behind it.
+    The first of ``fields`` that an entry has is put into ``instruction``, followed by the field ``extra``.
     """
 
     hub: str

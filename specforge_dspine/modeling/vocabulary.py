@@ -30,7 +30,7 @@ def resolve_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, expl
     """Returns the id whose embedding fills slots 1..M: one that no text of the target holds.
 
     Tried in order: ``explicit`` (the recipe's ``model.mask_token_id``), the tokenizer's own mask token, the first
-    of the V = ``vocab_rows`` rows behind the tokenizer's entries. The pad token is never used: it is the end token
+    of the V = ``vocab_rows`` rows after the tokenizer's entries. The pad token is never used: it is the end token
     of many targets (NeMo#2461).
 
     Raises:

@@ -137,7 +137,7 @@ class SGLangClient:
         it deletes it after use. A bad record is deleted here.
 
         Raises:
-            CaptureVerificationError: the server behind the URL has no plugin any more, or serves another target.
+            CaptureVerificationError: the server at the URL has no plugin any more, or serves another target.
         """
         results = self._capture(samples, target, self._timeout_s)
         return [result if isinstance(result, RecordError) else result.path for result in results]

@@ -23,7 +23,7 @@ import torch
 from specforge_dspine.streaming.protocol import check_layers
 
 PLAIN_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
-"""Config fields that change logits behind the LM head (Gemma 2, Cohere, Granite), and when they do not."""
+"""Config fields that change logits after the LM head (Gemma 2, Cohere, Granite), and when they do not."""
 
 
 class RecordError(ValueError):
@@ -69,7 +69,7 @@ class SampleNames:
         self._seen: Counter[str] = Counter()
 
     def next(self, input_ids: Sequence[int], loss_mask: Sequence[int]) -> str:
-        """Return ``sample_name``, with "-1", "-2", … behind it for a sample that occurs again."""
+        """Return ``sample_name``, with "-1", "-2", … appended for a sample that occurs again."""
         name = sample_name(input_ids, loss_mask)
         copies = self._seen[name]
         self._seen[name] += 1

@@ -20,7 +20,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "layer 5, accuracy at positions 1–4, 5–8, 9–15": [0.583, 0.337, 0.215],
     },
     "timing": {
-        "of": "the paper's Qwen3-8B-DFlash-b16 (5 layers, B = 16), K8 behind six history tokens, over all predicted",
+        "of": "the paper's Qwen3-8B-DFlash-b16 (5 layers, B = 16), K8 after six history tokens, over all predicted",
         "right in layers 2–5": {"GSM8K": 0.0623, "HumanEval": 0.0712},
         "right in layer 5 only": {"GSM8K": -0.0018, "HumanEval": 0.0026},
         "right in layers 2+5": 0.043,
@@ -135,7 +135,7 @@ def timing_markdown(result: Result) -> str:
         ["## Predecessor: accuracy of the successor, a new block at the predecessor, positions 2 to M"],
         cases_table("history, predecessor", predecessor),
         markdown_table(["difference", *predecessor], differences),
-        ["## Predecessor's key and value: the right token's, in some layers, behind a predicted token"],
+        ["## Predecessor's key and value: the right token's, in some layers, after a predicted token"],
         cases_table("layers", result["carried"]),
     ]
     if "codes" in result:

@@ -46,7 +46,7 @@ class RunSchedule:
 
     @property
     def beyond_max_steps(self) -> int:
-        """Samples, in all epochs, behind the last step of ``training.max_steps``."""
+        """Samples, in all epochs, after the last step of ``training.max_steps``."""
         return self.samples * self.num_epochs - self.remainder - self.steps * self.samples_per_step
 
 

@@ -63,7 +63,7 @@ def populate_draft_config(
 
 
 def apply_recipe(options: DSpineOptions, config: Config, draft_config: PretrainedConfig) -> None:
-    """Check that a draft config that came with weights fits the recipe: SpecForge's seam behind its resolution."""
+    """Check that a draft config that came with weights fits the recipe (SpecForge's hook ``apply_overrides``)."""
     if not (config.model.draft_model_config or config.model.draft_checkpoint_path):
         return  # populate_draft_config made it
     settings_of(draft_config)

@@ -100,12 +100,13 @@ class Ledger:
             for path in self.outputs:
                 if path.exists() and not self._partial_path.exists():
                     raise LedgerError(
-                        f"{path} is there without {self.summary_path.name}: not from here; {self._advice}"
+                        f"{path} exists without {self.summary_path.name}, so this command did not write it; "
+                        f"{self._advice}"
                     )
             return False
         summary = self._summary()
         if summary is None:
-            raise LedgerError(f"{self.summary_path} is not from here; {self._advice}")
+            raise LedgerError(f"{self.summary_path} is not a summary that this command wrote; {self._advice}")
         self._compare(summary["inputs"])
         for path in (*self.outputs, self.dropped_path):
             if not path.exists() or file_sha256(path) != summary["sha256"].get(path.name):
@@ -135,7 +136,7 @@ class Ledger:
         for path in (*self._beside, *self.outputs):
             real = Path(os.path.realpath(path))
             if real in written:
-                raise LedgerError(f"{path} is where {written[real].name} of {self.output} goes; name another file")
+                raise LedgerError(f"{path} is also to hold {written[real].name} of {self.output}; name another file")
             if real in read:
                 raise LedgerError(f"{path} would be written, but is read as {read[real]}; name another output")
             folder = next((read[parent] for parent in real.parents if parent in read), None)

@@ -31,7 +31,7 @@ from specforge_dspine.ablate.variants import VARIANTS, claim_folder, parse_varia
 from specforge_dspine.decoding.loop import Round, Trace
 from specforge_dspine.training.recipe import load_recipe
 from tests.support import ROOT
-from tests.support.features import write_answers, write_features
+from tests.support.features import write_features, write_responses
 from tests.support.reports import recomputed_tau
 from tests.support.runs import assert_same_run, kill_group, metrics, wait_until
 from tests.support.small import save_tokenizer, tiny_recipe
@@ -47,8 +47,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ablate")
     target = save_tokenizer(build_qwen3(root / "target"))
     for name, samples, seed in (("features", 12, 0), ("near", 4, 5), ("far", 3, 6)):
-        answers = write_answers(target, root / f"{name}.jsonl", samples, tokens=20, seed=seed)
-        write_features(target, answers, root / name, LAYERS)
+        responses = write_responses(target, root / f"{name}.jsonl", samples, tokens=20, seed=seed)
+        write_features(target, responses, root / name, LAYERS)
     document = tiny_recipe(
         target,
         root / "unused",
@@ -180,7 +180,7 @@ def test_a_failing_run_is_reported_with_its_log(
     assert f"ended with status 2; {log} ends with: error:" in capsys.readouterr().err
 
 
-def test_unusable_inputs_are_reported(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_ablations_are_reported(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for extra, named in (
         (["--variants", "complete"], "variant 'complete' is unknown: use full, no-refinement"),
         (["--variants", "x:dspine.topk=3"], "dspine.topk: unknown key; did you mean 'top_k'?"),
@@ -346,11 +346,11 @@ def test_the_verdict_wants_both_intervals() -> None:
 
 
 def test_counts_come_from_rounds_and_by_prompt() -> None:
-    def answer(name: str, tokens: int, rounds: int) -> Trace:
+    def response(name: str, tokens: int, rounds: int) -> Trace:
         return Trace(name, tuple(range(3 + tokens)), 2, tuple(Round(2, (1,), 0) for _ in range(rounds)))
 
-    first = [answer("b", 5, 4), answer("a", 7, 3), answer("a", 1, 1)]  # two turns of a conversation
-    second = [answer("a", 6, 2), answer("b", 3, 3)]
+    first = [response("b", 5, 4), response("a", 7, 3), response("a", 1, 1)]  # two turns of a conversation
+    second = [response("a", 6, 2), response("b", 3, 3)]
     assert count([first, second]).tolist() == [[[8, 4], [5, 4]], [[6, 2], [3, 3]]]
     with pytest.raises(ValueError, match="hold different prompts"):
         count([first, second[:1]])

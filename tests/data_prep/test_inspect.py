@@ -130,7 +130,7 @@ def test_invalid_samples_are_shown_and_cannot_steer_the_terminal(
     out = tmp_path / "page.html"
     Path(f"{out}.summary.json").write_text("{}")
     command = ["--input", str(samples), "--output", str(out), "--target", str(target)]
-    refuse(inspect.main, command, r"summary\.json is not from here")
+    refuse(inspect.main, command, r"summary\.json is not a summary that this command wrote")
     succeed(inspect.main, [*command, "--overwrite"])
     shown = capsys.readouterr().out
     assert "<-1?>" in shown and f"<{2**40}?>" in shown and f"<{VOCAB}?>" in shown

@@ -121,7 +121,7 @@ def test_a_mixed_and_broken_file_comes_out_as_its_writer_says(tmp_path: Path, wo
     assert figures["rows_kept"] == len(made.kept)
     assert len({row["id"] for row in kept}) == len(kept)
     details = {row["reason"]: row["detail"] for row in rows(Path(f"{out}.dropped.jsonl"))}
-    assert ("nothing behind it was read" in details.get(REST_INVALID, "")) == as_array
+    assert ("nothing after it was read" in details.get(REST_INVALID, "")) == as_array
     assert "byte" in details["not UTF-8"] or "surrogate" in details["not UTF-8"]
     assert {row["file"] for row in rows(Path(f"{out}.dropped.jsonl"))} == {str(path)}
 

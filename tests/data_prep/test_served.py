@@ -57,7 +57,7 @@ def test_training_sees_what_the_server_saw_and_wrote(served: tuple[str, Path, Ma
     tokenizer = AutoTokenizer.from_pretrained(path)
     identity = TargetIdentity.from_config(str(path), LAYERS, "float32")
     prompts = tmp_path / "prompts.jsonl"
-    chat = [TURNS[0], "the data set's answer", TURNS[1], "another", TURNS[2]]
+    chat = [TURNS[0], "the data set's response", TURNS[1], "another", TURNS[2]]
     prompts.write_text(json.dumps({"data": chat}) + "\n", encoding="utf-8")
     for thinking in THINKING[name]:
         responses, samples = tmp_path / f"{thinking}.responses.jsonl", tmp_path / f"{thinking}.samples.jsonl"

@@ -113,7 +113,7 @@ def test_refined_walk_is_not_the_backbone_walk() -> None:
 
 
 def test_padded_rows_mask_and_reserved_ids_are_never_proposed() -> None:
-    """Qwen3#1247: rows behind the tokenizer's entries would win here, and must not appear."""
+    """Qwen3#1247: rows after the tokenizer's entries would win here, and must not appear."""
     model = make_model(valid_vocab_size=50, excluded_ids=(7, 9))
     batch, blocks = make_batch(), make_blocks([[4, 6], [5, 9]])
     with torch.no_grad():

@@ -173,7 +173,7 @@ def test_a_trained_draft_keeps_its_table() -> None:
         draft.set_transfer_space(build_transfer_space(torch.randn(70, HIDDEN), 12))
 
 
-def test_fresh_initialisation_follows_the_paper() -> None:
+def test_fresh_initialization_follows_the_paper() -> None:
     model = make_model(trained=False, seed=5)
     injection = model.draft_model.injection
     assert all(not write.weight.any() for write in injection.writes)

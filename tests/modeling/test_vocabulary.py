@@ -77,7 +77,7 @@ def test_qwen3_has_fewer_entries_than_rows() -> None:
     assert resolve_mask_token(qwen, QWEN3_ROWS, None) == QWEN3_ENTRIES
     excluded, valid = output_vocabulary(qwen, QWEN3_ROWS, QWEN3_ENTRIES)
     assert (excluded, valid) == ([QWEN3_ENTRIES], QWEN3_ENTRIES)
-    # Its pad token ends answers too (it is in the generation config), so it must stay possible.
+    # Its pad token ends responses too (it is in the generation config), so it must stay possible.
     assert qwen.pad_token_id == 151643 and qwen.eos_token_id == 151645
     for token in (qwen.pad_token_id, qwen.eos_token_id):
         with pytest.raises(ValueError, match="needs an id of its own"):

@@ -84,7 +84,7 @@ def test_dflash_is_cross_entropy_over_bidirectional_blocks() -> None:
 
 def test_the_baseline_is_specforges_own_dflash() -> None:
     """The same loss and gradients as ``OnlineDFlashModel`` on the same weights and anchors. Where a mask has a hole
-    they differ on purpose: theirs goes on behind it, ours is the contiguous prefix."""
+    they differ on purpose: theirs goes on after it, ours is the contiguous prefix."""
     ours = make_model(**DFLASH)
     config = copy.deepcopy(ours.draft_model.config)
     config.dflash_config = config.dflash_config | {"attention_mode": "gqa"}
@@ -154,7 +154,7 @@ def test_curriculum_off_replaces_nothing() -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, target_dirs: dict[str, Path]) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, target_dirs: dict[str, Path]) -> Path:
     root = tmp_path_factory.mktemp("variants")
     save_tokenizer(target_dirs["qwen3"])
     (root / "features").mkdir()
@@ -186,9 +186,11 @@ def world(tmp_path_factory: pytest.TempPathFactory, target_dirs: dict[str, Path]
     ],
 )
 def test_variants_are_one_line_overrides(
-    world: Path, target_dirs: dict[str, Path], overrides: list[str], lines: dict[str, str]
+    folder: Path, target_dirs: dict[str, Path], overrides: list[str], lines: dict[str, str]
 ) -> None:
-    document = tiny_recipe(target_dirs["qwen3"], world / "run", data={"hidden_states_path": str(world / "features")})
+    document = tiny_recipe(
+        target_dirs["qwen3"], folder / "run", data={"hidden_states_path": str(folder / "features")}
+    )
     for override in overrides:
         apply_override(document, override)
     recipe = check_recipe(document)
@@ -197,8 +199,10 @@ def test_variants_are_one_line_overrides(
     assert {name: plan[name] for name in lines} == lines
 
 
-def test_refinement_without_injection_is_refused_with_its_section(world: Path, target_dirs: dict[str, Path]) -> None:
-    document = tiny_recipe(target_dirs["qwen3"], world / "run", data={"hidden_states_path": str(world / "features")})
+def test_refinement_without_injection_is_refused_with_its_section(folder: Path, target_dirs: dict[str, Path]) -> None:
+    document = tiny_recipe(
+        target_dirs["qwen3"], folder / "run", data={"hidden_states_path": str(folder / "features")}
+    )
     for override in ("dspine.injection=off", "dspine.refinement=on"):
         apply_override(document, override)
     with pytest.raises(RecipeError, match="dspine: refinement redoes the last layer's injection"):

@@ -97,7 +97,7 @@ class ToyStudy:
         return out
 
     def substituted(self, n: int, count: int, token: int | None = None) -> Tensor:
-        """The sequence with the first ``count`` proposals behind anchor n, and perhaps ``token`` behind these."""
+        """The sequence with the first ``count`` proposals after anchor n, and perhaps ``token`` after these."""
         ids, at = self.ids.clone(), ANCHORS[n] + 1
         ids[at : at + count] = self.branches.tokens[n, :count]
         if token is not None:
@@ -641,7 +641,7 @@ def test_a_stopped_study_continues_and_other_inputs_are_refused(
         ("readout", ["--limit", "1"], "gives 1 sample"),
     ],
 )
-def test_unusable_inputs_are_reported(
+def test_unusable_studies_are_reported(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], study: str, extra: list[str], named: str
 ) -> None:
     filled = [word.replace("{root}", str(folders)) for word in extra]

@@ -1,5 +1,5 @@
-"""A tiny target's own answers and offline features, straight from transformers: what regeneration and a capture would
-have written."""
+"""A tiny target's own responses and offline features, straight from transformers: what regeneration and a capture
+would have written."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ PROMPT = 8
 
 
 def generate(model: Any, prompt: list[int], count: int) -> list[int]:
-    """The target's plain greedy answer."""
+    """The target's plain greedy response."""
     ids = torch.tensor([prompt])
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}  # words may be id 0
     return model.generate(ids, max_new_tokens=count, **options)[0, len(prompt) :].tolist()
 
 
-def write_answers(target: Path, path: Path, count: int, *, tokens: int, seed: int = 0) -> Path:
-    """Samples of the target's greedy answers, ``tokens`` long at most, to ``count`` prompts of ``PROMPT`` ids."""
+def write_responses(target: Path, path: Path, count: int, *, tokens: int, seed: int = 0) -> Path:
+    """Samples of the target's greedy responses, ``tokens`` long at most, to ``count`` prompts of ``PROMPT`` ids."""
     prompts = write_samples(path.with_suffix(".prompts.jsonl"), count, seed=seed)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     with open(path, "w", encoding="utf-8") as stream:
         for line in prompts.read_text(encoding="utf-8").splitlines():
             prompt = json.loads(line)["input_ids"][:PROMPT]
-            answer = generate(model, prompt, tokens)
-            mask = [0] * PROMPT + [1] * len(answer)
-            stream.write(json.dumps({"input_ids": prompt + answer, "loss_mask": mask}) + "\n")
+            response = generate(model, prompt, tokens)
+            mask = [0] * PROMPT + [1] * len(response)
+            stream.write(json.dumps({"input_ids": prompt + response, "loss_mask": mask}) + "\n")
     return path
 
 

@@ -27,7 +27,7 @@ def save_tokenizer(path: Path, entries: int = ENTRIES) -> Path:
 
 
 def write_samples(path: Path, count: int = 24, *, length: int = 40, prompt: int = 8, seed: int = 0) -> Path:
-    """A JSONL file of ``count`` pre-tokenised samples with ids 3.. below ENTRIES."""
+    """A JSONL file of ``count`` pre-tokenized samples with ids 3.. below ENTRIES."""
     generator = torch.Generator().manual_seed(seed)
     with open(path, "w", encoding="utf-8") as stream:
         for index in range(count):

@@ -75,7 +75,7 @@ def test_as_published_the_refinement_depends_on_the_split_but_the_gate_does_not(
 
 
 @pytest.mark.ranks
-def test_logged_loss_is_the_optimised_loss(windows: Any) -> None:
+def test_logged_loss_is_the_optimized_loss(windows: Any) -> None:
     """Over a window of many micro-batches: each logged part is the window's ratio, and the loss is their sum."""
     for ranks, (steps, _) in windows.items():
         for count in (1, 4):

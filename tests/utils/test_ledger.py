@@ -82,7 +82,7 @@ def test_an_unfinished_job_with_other_inputs_is_refused_too(tmp_path: Path) -> N
 def test_unknown_and_altered_files_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
-    with pytest.raises(LedgerError, match=r"without out\.jsonl\.summary\.json: not from here"):
+    with pytest.raises(LedgerError, match=r"exists without out\.jsonl\.summary\.json, so this command"):
         open_ledger(out).is_finished()
     out.unlink()
     finished(out).write_text("altered\n")
@@ -95,7 +95,7 @@ def test_an_unknown_summary_is_refused(tmp_path: Path, content: str) -> None:
     out = tmp_path / "out.jsonl"
     Path(f"{out}.summary.json").write_text(content)
     assert not open_ledger(out).is_own()
-    with pytest.raises(LedgerError, match=r"summary\.json is not from here; give --overwrite"):
+    with pytest.raises(LedgerError, match=r"summary\.json is not a summary .* wrote; give --overwrite"):
         open_ledger(out).is_finished()
 
 
@@ -142,7 +142,7 @@ def test_what_is_read_is_never_written(tmp_path: Path, suffix: str) -> None:
 def test_outputs_and_their_side_files_are_different_files(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     for suffix in ("summary.json", "dropped.jsonl", "partial"):
-        with pytest.raises(LedgerError, match=rf"is where out\.jsonl\.{suffix} of .* goes; name another file"):
+        with pytest.raises(LedgerError, match=rf"is also to hold out\.jsonl\.{suffix} of .*; name another file"):
             Ledger([out, Path(f"{out}.{suffix}")], "test", INPUTS)
     with pytest.raises(LedgerError, match="names of their own"):
         Ledger([out, out], "test", INPUTS)

@@ -150,7 +150,7 @@ def test_an_error_ends_the_reading_and_is_named_by_its_place(old: str, new: str,
     *kept, (reason, detail) = rows
     assert kept in ([CHAT] * before, [CHAT] * (before + 1)) and reason == REST_INVALID
     where = len(begin.encode()) if len(kept) == before else data.index(b"2.5]}", len(begin.encode())) + 5
-    place, line = re.search(r"from byte (\d+) \(line (\d+)\) on, nothing behind it was read: .", detail).groups()
+    place, line = re.search(r"from byte (\d+) \(line (\d+)\) on, nothing after it was read: .", detail).groups()
     assert 0 <= int(place) - where <= 2 and int(line) == before + 1
 
 
@@ -306,7 +306,7 @@ def test_long_lines_are_read_and_endless_ones_are_told(tmp_path: Path, monkeypat
     assert found[1][1] == "longer than 2 MiB"
     (_, first), (line, invalid) = (row for chunk in file_chunks(tmp_path / "b.json") for row in chunk.rows())
     assert first == PROMPTS[0] and (line, invalid.reason) == (2, REST_INVALID)
-    assert "(line 2) on, nothing behind it was read: an entry is longer than 2 MiB" in invalid.detail
+    assert "(line 2) on, nothing after it was read: an entry is longer than 2 MiB" in invalid.detail
 
 
 @pytest.mark.parametrize("mark", ['"', "{", "["])

@@ -102,7 +102,7 @@ def test_thinking_on_teaches_the_reasoning_with_its_markers(qwen: Path) -> None:
 def test_smollm2_is_taught_up_to_the_end_token(smollm2: Path) -> None:
     tokenizer = loaded(smollm2)
     first, second = built(smollm2, [*CHAT[:1], {"role": "assistant", "content": "im_end 4"}, *CHAT[2:]], mask=3)
-    assert supervised(first, tokenizer) == "im_end 4<|im_end|>", "the line break behind it is the template's"
+    assert supervised(first, tokenizer) == "im_end 4<|im_end|>", "the line break after it is the template's"
     assert supervised(second, tokenizer) == "think<|im_end|>"
     assert "named SmolLM" in tokenizer.decode(prompt(first))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id, "and so never masked by the pad id"
@@ -314,7 +314,7 @@ def test_killed_and_continued_gives_the_same_file(smollm2: Path, tmp_path: Path)
 def test_the_key_covers_template_tokenizer_options_length_and_format(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Soup#1067: cached tokenisation was reused after the template, the length or the tokenizer had changed.
+    # Soup#1067: cached tokenization was reused after the template, the length or the tokenizer had changed.
     target = tmp_path / "target"
     shutil.copytree(smollm2, target)
     responses = write(tmp_path / "responses.jsonl", record(smollm2), {"messages": CHAT[:1] + CHAT[3:]})
