@@ -210,14 +210,16 @@ def test_inputs_that_cannot_be_used_are_named(
 
 
 def test_files_that_are_no_vector_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "none.safetensors")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "none.safetensors")])
+    assert "none.safetensors: no such file or folder" in capsys.readouterr().err
     (tmp_path / "torn.safetensors").write_bytes(b"torn")
     assert main([str(tmp_path / "torn.safetensors")]) == 2
     shutil.copy(FILES[0], tmp_path / "alone.safetensors")
     assert main([str(tmp_path / "alone.safetensors")]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert [error.startswith("error: ") for error in errors] == [True] * 3
-    assert "torn.safetensors is not a safetensors file" in errors[1] and "alone.json" in errors[2]
+    assert [error.startswith("error: ") for error in errors] == [True] * 2
+    assert "torn.safetensors is not a safetensors file" in errors[0] and "alone.json" in errors[1]
     with pytest.raises(InvalidFileError):
         conformance(tmp_path / "torn.safetensors", torch.float64)
 

@@ -180,9 +180,11 @@ def start(command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def has_responses(out: Path) -> bool:
-    """Whether the ledger, which is locked, has grown beyond what it is without any."""
-    partial = Path(f"{out}.partial")
-    return partial.exists() and partial.stat().st_size > 5 << 14
+    """Whether the ledger, which is locked, has grown beyond what it is without any, and its journal is done with."""
+    partial, journal = Path(f"{out}.partial"), Path(f"{out}.partial-journal")
+    has_grown = partial.exists() and partial.stat().st_size > 6 << 14  # pages of empty tables and their indexes
+    # A journal with a header belongs to a commit in progress, which a kill takes back.
+    return has_grown and not (journal.exists() and any(journal.read_bytes()[:28]))
 
 
 def committed(out: Path) -> int:

@@ -227,7 +227,10 @@ def test_other_inputs_are_refused_and_named(toy: Path, tmp_path: Path, capsys: p
         (["--sets", "gsm8k={toy}/gsm8k.jsonl", "--thinking", "off"], "no such switch"),
         (["--sets", "gsm8k={toy}/gsm8k.jsonl", "--temperature", "1e-40"], "or at least 0.01"),
         (["--sets", "gsm8k={toy}/gsm8k.jsonl", "--device", "nonsense"], "--device nonsense"),
-        (["--sets", "gsm8k={toy}/gsm8k.jsonl", "--target", "{toy}/none"], "--target {toy}/none: path does not"),
+        (
+            ["--sets", "gsm8k={toy}/gsm8k.jsonl", "--target", "{toy}/none"],
+            "--target {toy}/none: no such file",
+        ),
         (["--sets", "captured={toy}/target"], "holds no prompt"),
         (["--sets", "captured={toy}/features", "--verify-live", "1", "--dtype", "bfloat16"], "bfloat16"),
         (["--sets", "gsm8k={toy}/gsm8k.jsonl", "--top-p", "0"], "--top-p 0: input should be greater than 0"),

@@ -25,6 +25,7 @@ from specforge_dspine.streaming.record import RecordError, Sample, TargetIdentit
 from specforge_dspine.streaming.server import ManagedServer, ManagedServerError, ServerOptions, free_port
 from specforge_dspine.streaming.server import main as serve_main
 from tests.conftest import wait_for
+from tests.support import ROOT
 from tests.support.targets import HIDDEN, VOCAB, build_qwen3
 
 POISON = VOCAB - 1  # a token whose states are NaN
@@ -176,20 +177,27 @@ def test_options_of_a_server_by_hand() -> None:
     [
         (serve_main, ["--device", "gpu"], "--device gpu: "),
         (serve_main, ["--device", "-1"], "--device"),
-        (serve_main, ["--layers", "one"], "--layers one: "),
+        (serve_main, ["--layers", "1-9"], "--layers 1-9: give ids separated by commas, as in 1,9,17"),
+        (serve_main, ["--model", "cache/none/x"], "cache/none/x: no such folder (looked in /"),
         (serve_main, ["--port", "70000"], "--port 70000: input should be less than or equal to 65535"),
         (serve_main, ["--startup-timeout", "0"], "--startup-timeout 0: input should be greater than 0"),
         (serve_main, ["--dtype", "int8"], "invalid choice: 'int8'"),
         (capture_command.main, ["--batch", "0"], "--batch 0: input should be greater than or equal to 1"),
         (capture_command.main, ["--max-length", "0"], "--max-length 0: input should be"),
         (capture_command.main, ["--max-dropped", "-1"], "--max-dropped"),
+        (
+            capture_command.main,
+            ["--target", "Qwen"],
+            f"no such file or folder (looked in {Path('Qwen').absolute()}",
+        ),
+        (capture_command.main, ["--samples", "/none"], "--samples /none: no such file or folder"),
         (capture_command.main, ["--server", "http://x", "--device", "0"], "at most one of --server and --device"),
     ],
 )
 def test_options_out_of_range_are_refused(
     main: Callable[[list[str]], int], words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    needed = "--model m --dir d" if main is serve_main else "--target t --samples s --out o"
+    needed = "--model m --dir d" if main is serve_main else f"--target {ROOT} --samples {ROOT} --out o"
     with pytest.raises(SystemExit) as caught:
         main([*needed.split(), "--layers", "1", *words])
     assert caught.value.code == 2 and said in capsys.readouterr().err
