@@ -93,6 +93,7 @@ class TrainOptions(Options):
 
     recipe: Path = option("YAML file, see recipes/ and docs/recipes.md")
     plan: bool = option("print the resolved run without starting it", default=False)
+    print_recipe: bool = option("print the recipe with every default filled in, and end", default=False)
     resume: bool = option("continue the run in output_dir from its newest complete checkpoint", default=False)
     overrides: tuple[str, ...] = option(
         "override a value of the recipe", default=(), positional=True, metavar="section.key=value"
@@ -100,9 +101,11 @@ class TrainOptions(Options):
 
 
 def train(options: TrainOptions) -> str | None:
-    """Do what the command line says; returns the plan's text on rank 0, with ``--plan``."""
+    """Do what the command line says; returns what ``--plan`` or ``--print-recipe`` print on rank 0."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     recipe = load_recipe(options.recipe, options.overrides, world_size=ranks)
+    if options.print_recipe:
+        return str(recipe) if int(os.environ.get("RANK", "0")) == 0 else None
     if options.plan:
         plan = make_plan(recipe, ranks=ranks)
         return plan.render() if int(os.environ.get("RANK", "0")) == 0 else None

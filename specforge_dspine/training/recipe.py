@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from specforge.config import Config
 from specforge.config.schema import ModelConfig
+from yaml.constructor import ConstructorError
 
 from specforge_dspine.modeling.settings import DSpineOptions, StrictModel
 from specforge_dspine.utils.errors import RecipeError
@@ -127,10 +128,13 @@ class Recipe:
         ours = {"dspine": self.dspine, "stream": self.stream, "heldout": self.heldout}
         return document | {name: given.model_dump(mode="json") for name, given in ours.items() if given is not None}
 
+    def __str__(self) -> str:
+        return yaml.safe_dump(self.resolved(), sort_keys=False)
+
     def save(self, path: Path) -> None:
         """Write the resolved recipe, atomically."""
         with atomic_write(path) as file:
-            file.write(yaml.safe_dump(self.resolved(), sort_keys=False).encode())
+            file.write(str(self).encode())
 
 
 @contextlib.contextmanager
@@ -157,13 +161,44 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = (), *, 
     return check_recipe(document, world_size=world_size)
 
 
+class RecipeLoader(yaml.SafeLoader):
+    """YAML without repeated keys, of which the last would win silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping; a ConstructorError names a repeated key and its line."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise ConstructorError(problem=f"the key {key.value!r} is repeated", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """Read the YAML of ``where``; a RecipeError says what is wrong, and in which line."""
+    try:
+        return yaml.load(text, RecipeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
+        raise RecipeError(f"{where} is not YAML: {line}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{where} is not YAML: {_one_line(error)}") from error
+
+
+def merged(base: Any, values: Any) -> Any:
+    """Merge ``values`` over ``base``, section by section at every depth."""
+    if not (isinstance(base, dict) and isinstance(values, dict)):
+        return values
+    return base | {name: merged(base.get(name), value) for name, value in values.items()}
+
+
 def read_document(path: Path, *, base_of: Path | None = None) -> dict[str, Any]:
     """Read a recipe, merged into its ``base``, unchecked. ``base_of``: the recipe that names this one as its base."""
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = read_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror}{looked_in(path)}; recipes/ holds some") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not YAML: {_one_line(error)}") from error
     if not isinstance(document, dict):
         raise RecipeError(f"{path} must be a mapping of sections, found {type(document).__name__}")
@@ -172,11 +207,9 @@ def read_document(path: Path, *, base_of: Path | None = None) -> dict[str, Any]:
     name = document.pop("base")
     if base_of is not None:
         raise RecipeError(f"base={path.name!r} of {base_of} has a base itself, {name!r}; give {name!r} as the base")
-    base = read_document(path.parent / str(name), base_of=path)
-    for section, values in document.items():
-        both = isinstance(values, dict) and isinstance(base.get(section), dict)
-        base[section] = base[section] | values if both else values
-    return base
+    document = merged(read_document(path.parent / str(name), base_of=path), document)
+    assert isinstance(document, dict)
+    return document
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
@@ -185,10 +218,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     *sections, key = names = dotted.split(".")
     if not separator or not all(names):
         raise RecipeError(f"override {override!r} is not of the form section.key=value")
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"override {override!r}: {value!r} is not YAML: {_one_line(error)}") from error
+    parsed = read_yaml(value, f"override {override!r}: {value!r}")
     node = document
     for section in sections:
         if node.get(section) is None:

@@ -14,7 +14,7 @@ import yaml
 
 from specforge_dspine import train
 from specforge_dspine.train import main
-from specforge_dspine.training.recipe import NOT_READ, check_recipe, load_recipe
+from specforge_dspine.training.recipe import NOT_READ, check_recipe, load_recipe, read_document
 from specforge_dspine.utils.errors import RecipeError, RunError
 from tests.support import ROOT
 from tests.support.small import save_tokenizer, tiny_recipe, write_samples
@@ -230,6 +230,7 @@ def test_overrides_set_typed_values_and_make_sections(toy: Path) -> None:
         ("=5", "is not of the form section.key=value"),
         ("dspine..top_k=5", "is not of the form section.key=value"),
         ("dspine.top_k=[", "'[' is not YAML"),
+        ("stream.managed={devices: [1], devices: [2]}", "the key 'devices' is repeated"),
         ("dspine.top_k.deep=5", "top_k is a value, not a section"),
         ("dspine.topk=5", "dspine.topk: unknown key; did you mean 'top_k'?"),
         ("dspin.top_k=5", "dspin: unknown key; did you mean 'dspine'?"),
@@ -250,6 +251,10 @@ def test_bad_overrides_are_refused(toy: Path, override: str, message: str) -> No
         (b"", "must be a mapping of sections, found NoneType"),
         (b"model: [\n", "is not YAML"),
         (b"\xff\xfe\x00", "is not YAML"),
+        (b"run_id: a\nmodel: {}\nrun_id: b\n", "is not YAML: line 3: the key 'run_id' is repeated"),
+        (b"stream:\n  managed:\n    devices: [1]\n    devices: [2]\n", "line 4: the key 'devices' is repeated"),
+        (b"dspine: {top_k: 4, 'top_k': 5}\n", "line 1: the key 'top_k' is repeated"),
+        (b"heldout:\n- {interval: 1, interval: 1}\n", "line 2: the key 'interval' is repeated"),
         (None, "No such file or directory"),
     ],
 )
@@ -286,6 +291,32 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(RecipeError, match=r"base='b.yaml' of .*a.yaml has a base itself, 'a.yaml'"):
         load_recipe(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("child", "expected"),
+    [
+        ({"stream": {"managed": {"startup_timeout_s": 9}}}, {"devices": [7], "tp_size": 1, "startup_timeout_s": 9}),
+        ({"stream": {"managed": {"devices": [0, 1], "tp_size": 2}}}, {"devices": [0, 1], "tp_size": 2}),
+        ({"stream": {"managed": None}}, None),
+        ({"stream": {"managed": {}}}, {"devices": [7], "tp_size": 1}),
+        ({"stream": None}, "no section"),
+    ],
+)
+def test_a_recipe_is_merged_into_its_base_at_every_depth(tmp_path: Path, child: Any, expected: Any) -> None:
+    base = {"stream": {"managed": {"devices": [7], "tp_size": 1}, "max_dropped": 3}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    (tmp_path / "child.yaml").write_text(yaml.safe_dump(child | {"base": "base.yaml"}))
+    stream = read_document(tmp_path / "child.yaml")["stream"]
+    assert (stream or {"managed": "no section"})["managed"] == expected
+    assert stream is None or stream["max_dropped"] == 3
+
+
+def test_a_printed_recipe_reads_back_as_itself(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--recipe", str(toy / "recipe.yaml"), "training.seed=7"]
+    assert main([*words, "--print-recipe"]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert load_recipe(tmp_path / "printed.yaml") == load_recipe(toy / "recipe.yaml", words[2:])
 
 
 def test_a_plan_prints_the_run_and_starts_nothing(toy: Path) -> None:
