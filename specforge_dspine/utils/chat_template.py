@@ -132,11 +132,14 @@ def tokenizer_identity(target: Path, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def end_ids(target: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the tokens that end a response: the tokenizer's, and those of the generation config."""
-    from transformers import GenerationConfig
+    """Ids of the tokens that end a response, as in SGLang: the tokenizer's and those of both configs."""
+    from transformers import AutoConfig, GenerationConfig
 
-    ids = [tokenizer.eos_token_id]
+    config = AutoConfig.from_pretrained(target)
+    sources = [tokenizer, config, config.get_text_config()]
     if (target / "generation_config.json").exists():
-        more = GenerationConfig.from_pretrained(target).eos_token_id
-        ids += more if isinstance(more, list) else [more]
-    return frozenset(token for token in ids if token is not None)
+        sources.append(GenerationConfig.from_pretrained(target))
+    ends = (getattr(source, "eos_token_id", None) for source in sources)
+    return frozenset(
+        token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None
+    )

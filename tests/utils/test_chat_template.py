@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specforge_dspine.utils.chat_template import (
     check_template,
+    end_ids,
     prompt_ids,
     response_text,
     split_reasoning,
@@ -14,6 +19,7 @@ from specforge_dspine.utils.chat_template import (
 )
 from specforge_dspine.utils.errors import InvalidRow
 from tests.support.qwen3_tokenizer import qwen3_chat_tokenizer, qwen3_tokenizer
+from tests.support.targets import build_qwen3
 
 EMPTY_REASONING = "<think>\n\n</think>\n\n"
 CHAT = [
@@ -117,3 +123,24 @@ def test_switches_that_a_template_would_ignore_are_refused(qwen: PreTrainedToken
     check_template(plain, None)
     with pytest.raises(ValueError, match="thinking none"):
         check_template(plain, False)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, set()),
+        ({"config.json": 7}, {7}),
+        ({"config.json": [7, 9]}, {7, 9}),
+        ({"generation_config.json": [8]}, {8}),
+        ({"config.json": 7, "generation_config.json": [8, 9]}, {7, 8, 9}),
+    ],
+)
+def test_what_ends_a_response_is_what_any_file_says(
+    qwen: PreTrainedTokenizerFast, tmp_path: Path, files: dict[str, Any], expected: set[int]
+) -> None:
+    target = build_qwen3(tmp_path / "target")
+    for name in ("config.json", "generation_config.json"):
+        path = target / name
+        document = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(document | {"eos_token_id": files.get(name)}))
+    assert end_ids(target, qwen) == expected | {qwen.eos_token_id}
