@@ -11,6 +11,7 @@ import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -234,6 +235,7 @@ def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
     sections: dict[str, Any] = {name: Config.model_fields[name].annotation for name in SPECFORGE_SECTIONS}
     sections |= {"dspine": DSpineOptions, "stream": StreamOptions, "heldout": HeldoutOptions}
     refuse_unread(document, sections, "")
+    document = with_home(document)
     if document.get("dspine") is None:
         raise RecipeError("dspine: the section is missing; it holds the draft's shape and the method's options")
     data = document.get("data") or {}
@@ -251,8 +253,7 @@ def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
     config = _validated(Config, _specforge_document(document, streamed, world_size), "")
     if config.training.strategy != ALGORITHM:
         raise RecipeError(f"training.strategy={config.training.strategy!r}: this trainer runs {ALGORITHM!r}")
-    if Path(config.run_id).name != config.run_id:
-        raise RecipeError(f"run_id={config.run_id!r}: checkpoints are named by it; give a name without slashes")
+    check_ranges(config)
     return Recipe(
         specforge_config=config,
         dspine=options,
@@ -266,6 +267,40 @@ def check_recipe(document: dict[str, Any], *, world_size: int = 1) -> Recipe:
         max_length=config.data.max_length,
         data_path=Path(config.data.hidden_states_path or config.data.prompts_path),
     )
+
+
+def with_home(value: Any) -> Any:
+    """Expand a leading ``~/`` of every text, at every depth, as a shell does."""
+    if isinstance(value, dict):
+        return {key: with_home(each) for key, each in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def check_ranges(config: Config) -> None:
+    """Refuse values that SpecForge accepts and no run of ours can use."""
+    training, run_id = config.training, config.run_id
+    gamma, limit = training.loss_decay_gamma, config.data.max_prompts
+    rules = (
+        (
+            "run_id",
+            run_id,
+            run_id == Path(run_id).name != "",
+            "checkpoints are named by it; give a name without slashes",
+        ),
+        ("training.seed", training.seed, training.seed >= 0, "at least 0"),
+        ("training.learning_rate", training.learning_rate, isfinite(training.learning_rate), "a finite number"),
+        (
+            "training.warmup_ratio",
+            training.warmup_ratio,
+            training.warmup_ratio < 1,
+            "below 1; steps follow the warm-up",
+        ),
+        ("training.loss_decay_gamma", gamma, gamma is None or 0 < gamma < inf, "above 0, or null for no decay"),
+        ("data.max_prompts", limit, limit is None or limit > 0, "at least 1, or null for all"),
+    )
+    for key, value, is_usable, usable in rules:
+        if not is_usable:
+            raise RecipeError(f"{key}={value!r}: {usable}")
 
 
 Section = TypeVar("Section", bound=BaseModel)

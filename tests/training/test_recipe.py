@@ -236,6 +236,15 @@ def test_overrides_set_typed_values_and_make_sections(toy: Path) -> None:
         ("dspin.top_k=5", "dspin: unknown key; did you mean 'dspine'?"),
         ("deployment.mode=local", "deployment: DSpine does not read it; use torchrun"),
         ("model=5", "model: a section is expected, found 5"),
+        ("run_id=''", "run_id='': checkpoints are named by it; give a name without slashes"),
+        ("run_id=a/b", "give a name without slashes"),
+        ("training.seed=-1", "training.seed=-1: at least 0"),
+        ("training.learning_rate=.inf", "training.learning_rate=inf: a finite number"),
+        ("training.warmup_ratio=1.0", "training.warmup_ratio=1.0: below 1"),
+        ("training.loss_decay_gamma=-7", "training.loss_decay_gamma=-7.0: above 0, or null"),
+        ("training.loss_decay_gamma=0", "above 0, or null"),
+        ("training.loss_decay_gamma=.nan", "above 0, or null"),
+        ("data.max_prompts=0", "data.max_prompts=0: at least 1, or null for all"),
     ],
 )
 def test_bad_overrides_are_refused(toy: Path, override: str, message: str) -> None:
@@ -310,6 +319,22 @@ def test_a_recipe_is_merged_into_its_base_at_every_depth(tmp_path: Path, child: 
     stream = read_document(tmp_path / "child.yaml")["stream"]
     assert (stream or {"managed": "no section"})["managed"] == expected
     assert stream is None or stream["max_dropped"] == 3
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "output_dir=~/x",
+        "model.target_model_path=~/x",
+        "data.prompts_path=~/x",
+        "heldout={hidden_states_path: ~/x, interval: 1}",
+        "stream={capture_dir: ~/x, servers: [u]}",
+    ],
+)
+def test_a_tilde_is_the_home_folder(toy: Path, override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    printed = str(load_recipe(toy / "recipe.yaml", [override]))
+    assert "/home/someone/x" in printed and "~" not in printed
 
 
 def test_a_printed_recipe_reads_back_as_itself(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
