@@ -11,6 +11,8 @@ from specforge_dspine.modeling.settings import DSpineOptions, DSpineSettings, se
 from specforge_dspine.modeling.vocabulary import OutputVocabulary
 
 ARCHITECTURE = "DSpineDraftModel"
+ROPE_OF_THE_TARGET = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Parts of a target's RoPE that the draft's layers do not have: they rotate whole heads, by positions of text."""
 
 
 def complete_draft_config(
@@ -29,20 +31,22 @@ def complete_draft_config(
         raise ValueError(
             f"dspine.transfer_rank={options.transfer_rank}: at most the target's hidden size, {hidden}, is possible"
         )
-    rope = dict(getattr(target, "rope_parameters", None) or {"rope_type": "default"})
+    given = getattr(target, "rope_parameters", None) or {}
+    rope = {key: value for key, value in given.items() if key not in ROPE_OF_THE_TARGET and value is not None}
     payload.update(
         block_fields(options, options.num_hidden_layers, options.block_size, options.target_layer_ids, mask_id),
         dspine_config=complete_settings(options, mask_id, vocab, vocabulary),
         num_target_layers=int(target.num_hidden_layers),
         head_dim=getattr(target, "head_dim", None) or hidden // int(target.num_attention_heads),
         rope_theta=rope_theta(target),
-        rope_parameters=rope | {"rope_theta": rope_theta(target)},
+        rope_parameters={"rope_type": "default"} | rope | {"rope_theta": rope_theta(target)},
         hidden_act="silu",  # the draft's layers are Qwen3's, whatever the target's are
         attention_bias=False,
         use_sliding_window=False,
         sliding_window=None,
     )
-    payload.pop("rope_scaling", None)  # rope_parameters is its successor; one of them, not two
+    for name in ("rope_scaling", *ROPE_OF_THE_TARGET):  # rope_parameters is the first one's successor
+        payload.pop(name, None)
     if options.intermediate_size is not None:
         payload["intermediate_size"] = options.intermediate_size
 

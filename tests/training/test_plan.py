@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,37 @@ def test_the_draft_takes_its_shape_from_target_and_recipe(toy: Path) -> None:
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
     assert config.dflash_config == {"mask_token_id": 250, "target_layer_ids": LAYERS, "block_size": 4, "causal": True}
     assert config.dspine_config["excluded_ids"] == [250] and config.dspine_config["valid_vocab_size"] == 250
+
+
+@pytest.mark.parametrize(
+    ("rope", "kept"),
+    [
+        ({"rope_type": None}, {"rope_type": "default"}),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, {"rope_type": "default"}),
+        ({"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True}, {"rope_type": "default"}),
+        (
+            {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 0.5,
+            },
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        ),
+    ],
+)
+def test_the_draft_rotates_whole_heads_whatever_its_target_does(
+    toy: Path, tmp_path: Path, rope: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    shutil.copytree(toy / "target", tmp_path / "target")
+    document = json.loads((tmp_path / "target" / "config.json").read_text())
+    document |= {"rope_parameters": rope | {"rope_theta": 5e5}, "rope_scaling": None}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(document))
+    config = resolve(toy, model={"target_model_path": str(tmp_path / "target")}).draft_config
+    assert config.rope_parameters == kept | {"rope_theta": 5e5}
+    assert not hasattr(config, "partial_rotary_factor") and not hasattr(config, "mrope_section")
+    states = DSpineDraftModel(config).rotary_emb(torch.zeros(1, 3, 64), torch.arange(3)[None])
+    assert states[0].shape == (1, 3, config.head_dim)
 
 
 def test_ids_that_the_recipe_excludes_join_the_mask(toy: Path) -> None:
