@@ -120,7 +120,8 @@ def model_fingerprint(model_path: Path) -> str:
     Training changes weights everywhere, so samples tell checkpoints apart without reading them whole.
     """
     digest = hashlib.sha256()
-    for path in [model_path / "config.json", *sorted(model_path.glob("*.safetensors"))]:
+    weights = sorted(model_path.glob("*.safetensors")) or sorted(model_path.glob("pytorch_model*.bin"))
+    for path in [model_path / "config.json", *weights]:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
