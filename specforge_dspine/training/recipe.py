@@ -168,7 +168,7 @@ class RecipeLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping; a ConstructorError names a repeated key and its line."""
         seen: set[str] = set()
-        for key, _ in node.value:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise ConstructorError(problem=f"the key {key.value!r} is repeated", problem_mark=key.start_mark)
             seen.add(key.value)
@@ -273,6 +273,8 @@ def with_home(value: Any) -> Any:
     """Expand a leading ``~/`` of every text, at every depth, as a shell does."""
     if isinstance(value, dict):
         return {key: with_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [with_home(each) for each in value]
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 

@@ -262,6 +262,7 @@ def test_bad_overrides_are_refused(toy: Path, override: str, message: str) -> No
         (b"\xff\xfe\x00", "is not YAML"),
         (b"run_id: a\nmodel: {}\nrun_id: b\n", "is not YAML: line 3: the key 'run_id' is repeated"),
         (b"stream:\n  managed:\n    devices: [1]\n    devices: [2]\n", "line 4: the key 'devices' is repeated"),
+        (b"model: {[a]: 1}\n", "is not YAML: line 1: found unhashable key"),
         (b"dspine: {top_k: 4, 'top_k': 5}\n", "line 1: the key 'top_k' is repeated"),
         (b"heldout:\n- {interval: 1, interval: 1}\n", "line 2: the key 'interval' is repeated"),
         (None, "No such file or directory"),
@@ -329,6 +330,7 @@ def test_a_recipe_is_merged_into_its_base_at_every_depth(tmp_path: Path, child: 
         "data.prompts_path=~/x",
         "heldout={hidden_states_path: ~/x, interval: 1}",
         "stream={capture_dir: ~/x, servers: [u]}",
+        "stream.managed.extra_args=[--tokenizer-path, ~/x]",
     ],
 )
 def test_a_tilde_is_the_home_folder(toy: Path, override: str, monkeypatch: pytest.MonkeyPatch) -> None:
